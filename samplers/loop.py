@@ -1,0 +1,100 @@
+"""The sampling loop: walk a grid from noise to data, stochastic at chosen steps and by the ODE at all others.
+
+Left out: models, guidance, random streams and gradients. The caller gives a velocity and a noise function; both are
+called with the step index, so randomness can be keyed by identity and nothing depends on a hidden counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flowrl_img.samplers.steps.ode import ODE
+from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
+
+__all__ = ["KeptStep", "Noise", "Trajectory", "Velocity", "sample"]
+
+Velocity = Callable[[Tensor, int, float], Tensor]
+"""(x_t [B, ...], step index, sigma) -> v [B, ...] of any float dtype, guidance included."""
+Noise = Callable[[int], Tensor]
+"""step index -> z [B, ...], standard normal, on the device of x."""
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """One transition as it happened: x_s = A x_t + B v + std z, after all rounding.
+
+    Example: `moments = transition_moments(v, None, 1.0, kept.x_t, kept.x_s, A, B, v_old=kept.v)`.
+    """
+
+    x_t: Tensor
+    """[B, ...] state before the step, in the dtype of x_1."""
+    x_s: Tensor
+    """[B, ...] state after it: the very tensor the next step started from, and the one a log-prob is taken at."""
+    v: Tensor
+    """[B, ...] velocity used, in the dtype the velocity function returned (widening it again is exact)."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What a rollout leaves behind. Example: `trajectory.kept[3].x_s`."""
+
+    x0: Tensor
+    """[B, ...] final state, at the last sigma."""
+    kept: Mapping[int, KeptStep]
+    """Transitions by step index; exactly the steps named in `keep`."""
+
+
+@torch.no_grad()
+def sample(
+    velocity: Velocity,
+    x_1: Tensor,
+    sigmas: Tensor,
+    step_rule: StepRule,
+    stochastic_steps: Collection[int],
+    noise: Noise,
+    keep: Collection[int] = (),
+) -> Trajectory:
+    """Integrate from sigmas[0] to sigmas[-1].
+
+    x_1: [B, ...] float32 start, noise of level sigmas[0] (float64 is kept, for checks). sigmas: float64 [N+1].
+    step_rule acts on `stochastic_steps`; every other step is Euler. `noise` is called for stochastic steps alone.
+    keep: steps to store, each stochastic and with std > 0. Raises ValueError otherwise.
+    """
+    if x_1.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"x_1 is {x_1.dtype}: sample in float32 and cast inside the velocity function")
+    sigmas = check_sigmas(sigmas)
+    random, euler = step_rule.coefficients(sigmas), ODE().coefficients(sigmas)
+    _check_steps(random, set(stochastic_steps), set(keep))
+    x, kept = x_1, {}
+    for i, sigma in enumerate(sigmas[:-1].tolist()):
+        v = _shaped(velocity(x, i, sigma), x, f"velocity at step {i}")
+        x_t, x = x, _mean(random if i in stochastic_steps else euler, i, x, v)
+        if i in stochastic_steps:
+            x = x + float(random.std[i]) * _shaped(noise(i), x, f"noise of step {i}").to(x.dtype)
+        if i in keep:
+            kept[i] = KeptStep(x_t=x_t, x_s=x, v=v)
+    return Trajectory(x0=x, kept=kept)
+
+
+def _mean(table: StepTable, i: int, x: Tensor, v: Tensor) -> Tensor:
+    return float(table.A[i]) * x + float(table.B[i]) * v.to(x.dtype)
+
+
+def _shaped(value: Tensor, x: Tensor, name: str) -> Tensor:
+    if value.shape != x.shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}, the state has {tuple(x.shape)}: they must agree")
+    return value
+
+
+def _check_steps(table: StepTable, stochastic: set[int], keep: set[int]) -> None:
+    num_steps = len(table.std)
+    if outside := sorted(i for i in stochastic if not 0 <= i < num_steps):
+        raise ValueError(f"stochastic steps {outside} are outside a grid of {num_steps} steps (0-based)")
+    if missing := sorted(keep - stochastic):
+        raise ValueError(f"steps {missing} are kept but not stochastic: only stochastic steps have a log-prob")
+    if silent := sorted(i for i in keep if table.std[i] <= 0):
+        raise ValueError(f"steps {silent} are kept but their std is 0, so log-prob is undefined: raise noise_level")
