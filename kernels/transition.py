@@ -1,0 +1,154 @@
+"""Moments of one denoising transition, fused: what log-prob, ratio, KL and their gradients are functions of.
+
+One op, `flowrl_img::transition_moments`, with two bodies behind one signature: `transition_torch` (reference) and
+`transition_triton`. Its gradient is a second op; neither keeps anything but its inputs for the backward pass. Both
+are opaque to torch.compile and safe under activation checkpointing and autocast (they compute in float32).
+Left out: double backward, and gradients with respect to states and scalars, which no objective uses.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl_img.kernels import transition_torch as reference
+from flowrl_img.kernels.backend import use_triton
+from flowrl_img.kernels.transition_torch import CROSS, DOLD2, DREF2, E2, NUM_MOMENTS, compute_dtype
+
+__all__ = ["CROSS", "DOLD2", "DREF2", "E2", "transition_moments"]
+
+
+def transition_moments(
+    v_cond: Tensor,
+    v_uncond: Tensor | None,
+    guidance: float,
+    x_t: Tensor,
+    x_s: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    v_old: Tensor | None = None,
+    v_ref: Tensor | None = None,
+    detach_uncond: bool = False,
+) -> Tensor:
+    """Per-row means over the latent elements of the transition x_t -> x_s ~ N(A x_t + B v, std^2).
+
+    v_cond, v_uncond: [R, ...] velocities of the two guidance branches; v_uncond None means v = v_cond and `guidance`
+    is not used. x_t, x_s: [R, ...] states. v_old, v_ref: [R, ...], already guided, without gradient.
+    All of one shape, any strides and any mix of bf16, fp16, fp32; float64 is computed in float64.
+    A, B: [R] step scalars on any device, in fp32 or fp64.
+    detach_uncond: no gradient into v_uncond, as in the first Flow-GRPO code (the default is the true gradient).
+
+    Returns [R, 4] float32 (float64 for float64 inputs), columns E2, DREF2, DOLD2, CROSS:
+    mean (x_s - mu)^2; mean (v - v_ref)^2; mean (v - v_old)^2; mean (v - v_old)(x_s - mu_old). An absent v_ref or
+    v_old leaves zeros. Differentiable in v_cond (factor guidance) and v_uncond (factor 1 - guidance).
+    Raises ValueError on mismatched shapes or devices, and if a tensor that gets no gradient asks for one.
+    """
+    states = {"x_t": x_t, "x_s": x_s, "v_old": v_old, "v_ref": v_ref}
+    _check(v_cond, {"v_uncond": v_uncond, **states}, {"A": A, "B": B}, states)
+    dtype = compute_dtype(v_cond, v_uncond, *states.values())
+    A, B = (scalar.to(v_cond.device, dtype) for scalar in (A, B))
+    if v_uncond is not None and detach_uncond:
+        v_uncond = v_uncond.detach()
+    moments: Tensor = _moments(v_cond, v_uncond, float(guidance), x_t, x_s, A, B, v_old, v_ref)
+    return moments
+
+
+def _check(
+    v_cond: Tensor, latents: dict[str, Tensor | None], scalars: dict[str, Tensor], constants: dict[str, Tensor | None]
+) -> None:
+    if v_cond.ndim < 2 or v_cond[:1].numel() == 0 < v_cond.shape[0]:
+        raise ValueError(f"latents must be [rows, ...] with elements in each row, got shape {tuple(v_cond.shape)}")
+    for name, value in latents.items():
+        if value is not None and (value.shape != v_cond.shape or value.device != v_cond.device):
+            raise ValueError(
+                f"{name} is {tuple(value.shape)} on {value.device}, v_cond is {tuple(v_cond.shape)} on "
+                f"{v_cond.device}: they must agree"
+            )
+    for name, scalar in scalars.items():
+        if scalar.shape != v_cond.shape[:1]:
+            raise ValueError(f"{name} must be one number per row, [{v_cond.shape[0]}], got {tuple(scalar.shape)}")
+    if torch.is_grad_enabled():
+        for name, value in (constants | scalars).items():
+            if value is not None and value.requires_grad:
+                raise ValueError(f"{name} requires grad but no gradient flows into it: pass {name}.detach()")
+
+
+def _body(v_cond: Tensor, *others: Tensor | None) -> Any:
+    """The module whose `forward` and `backward` run for these tensors; Triton is imported only when it is chosen."""
+    if use_triton(v_cond.device, compute_dtype(v_cond, *others)):
+        return importlib.import_module("flowrl_img.kernels.transition_triton")
+    return reference
+
+
+@torch.library.custom_op("flowrl_img::transition_moments", mutates_args=())
+def _moments(
+    v_cond: Tensor,
+    v_uncond: Tensor | None,
+    guidance: float,
+    x_t: Tensor,
+    x_s: Tensor,
+    A: Tensor,
+    B: Tensor,
+    v_old: Tensor | None,
+    v_ref: Tensor | None,
+) -> Tensor:
+    body = _body(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
+    moments: Tensor = body.forward(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
+    return moments
+
+
+@torch.library.custom_op("flowrl_img::transition_moments_backward", mutates_args=())
+def _moments_backward(
+    grad: Tensor,
+    v_cond: Tensor,
+    v_uncond: Tensor | None,
+    guidance: float,
+    x_t: Tensor,
+    x_s: Tensor,
+    A: Tensor,
+    B: Tensor,
+    v_old: Tensor | None,
+    v_ref: Tensor | None,
+    into_uncond: bool,
+) -> tuple[Tensor, Tensor]:
+    body = _body(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
+    grads: tuple[Tensor, Tensor] = body.backward(
+        grad, v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond
+    )
+    return grads
+
+
+@_moments.register_fake
+def _(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref):  # type: ignore[no-untyped-def]
+    dtype = compute_dtype(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
+    return v_cond.new_empty((v_cond.shape[0], NUM_MOMENTS), dtype=dtype)
+
+
+@_moments_backward.register_fake
+def _(grad, v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond):  # type: ignore[no-untyped-def]
+    to_uncond = v_cond.new_empty(0)
+    if v_uncond is not None and into_uncond:
+        to_uncond = v_uncond.new_empty(v_uncond.shape)
+    return v_cond.new_empty(v_cond.shape), to_uncond
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    v_cond, v_uncond, ctx.guidance, x_t, x_s, A, B, v_old, v_ref = inputs
+    ctx.save_for_backward(v_cond, v_uncond, x_t, x_s, A, B, v_old, v_ref)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    v_cond, v_uncond, x_t, x_s, A, B, v_old, v_ref = ctx.saved_tensors
+    into_uncond = ctx.needs_input_grad[1]
+    to_cond, to_uncond = _moments_backward(
+        grad, v_cond, v_uncond, ctx.guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond
+    )
+    into_cond = ctx.needs_input_grad[0]
+    return (to_cond if into_cond else None, to_uncond if into_uncond else None, *[None] * 7)
+
+
+_moments.register_autograd(_differentiate, setup_context=_save)
