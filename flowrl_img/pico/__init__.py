@@ -1,0 +1,1 @@
+"""The embedded text-to-image model: its architecture, its training pictures and its pre-training stages."""
