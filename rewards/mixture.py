@@ -34,7 +34,7 @@ class Mixture:
 
     def __post_init__(self) -> None:
         if not self.weights or self.weights.keys() != self.rewards.keys():
-            raise ValueError(f"each reward needs one weight; weights {list(self.weights)}, rewards {list(self.rewards)}")
+            raise ValueError(f"each reward needs one weight: {list(self.weights)} against {list(self.rewards)}")
         wrong = [key for key, weight in self.weights.items() if not math.isfinite(weight)]
         if wrong:
             raise ValueError(f"weights must be finite numbers, see {wrong}")

@@ -67,7 +67,8 @@ def checked(reward: Reward, batch: RewardBatch) -> RewardOutput:
         )
     if output.values.dtype != torch.float32 or output.valid.dtype != torch.bool:
         raise ValueError(
-            f"reward '{name}' must return float32 values and bool valid, got {output.values.dtype}, {output.valid.dtype}"
+            f"reward '{name}' must return float32 values and bool valid, "
+            f"got {output.values.dtype} and {output.valid.dtype}"
         )
     wrong = [key for key, column in output.details.items() if len(column) != count]
     if wrong:

@@ -1,0 +1,143 @@
+"""GenEval as a reward: detect, filter, judge.
+
+The detector and the colour classifier are plug-ins by name; the default pair knows the embedded world.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, cast
+
+from flowrl_img.rewards.geneval.detection import ColorClassifier, Detection, Detector, Picture
+from flowrl_img.rewards.geneval.logic import (
+    CORRECTED,
+    FLOW_GRPO,
+    PartialRules,
+    Thresholds,
+    Verdict,
+    evaluate,
+    filter_detections,
+)
+from flowrl_img.rewards.plugins import resolve
+from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, require_keys
+
+__all__ = ["COMPAT", "MODES", "GenEval", "benchmark", "partial", "strict"]
+
+RELATIONS = ("left of", "right of", "above", "below")
+
+
+def partial(verdict: Verdict) -> float:
+    """Mean over the things asked: the signal to train on."""
+    return verdict.partial
+
+
+def strict(verdict: Verdict) -> float:
+    """1 when every asked count, colour and relation is exact, else 0."""
+    return float(verdict.strict)
+
+
+def benchmark(verdict: Verdict) -> float:
+    """1 when the original GenEval calls the picture correct, else 0."""
+    return float(verdict.benchmark)
+
+
+MODES: Mapping[str, Callable[[Verdict], float]] = {"partial": partial, "strict": strict, "benchmark": benchmark}
+COMPAT: Mapping[str | None, PartialRules] = {None: CORRECTED, "flow_grpo": FLOW_GRPO}
+
+
+@dataclass(frozen=True)
+class GenEval:
+    """mode: "partial" | "strict" | "benchmark"; compat: None, or "flow_grpo" for the published partial score.
+
+    detector, colors: name in `rewards/detectors`, entry point of `flowrl_img.detectors`, or `package.module:Object`
+    (a class, called without arguments, or an instance).
+    Details, one entry a row: `partial`, `strict`, `benchmark`, `tag`.
+    """
+
+    mode: str = "partial"
+    compat: str | None = None
+    detector: str = "scenes"
+    colors: str = "scenes"
+    thresholds: Thresholds = Thresholds()
+
+    name: ClassVar[str] = "geneval"
+    needs: ClassVar[frozenset[str]] = frozenset({"include", "tag"})
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"geneval mode must be one of {sorted(MODES)}, got {self.mode!r}")
+        if self.compat not in COMPAT:
+            raise ValueError(f"geneval compat must be None or 'flow_grpo', got {self.compat!r}")
+        if isinstance(self.thresholds, Mapping):  # as a config file gives them
+            object.__setattr__(self, "thresholds", Thresholds(**self.thresholds))
+
+    @cached_property
+    def _detector(self) -> Detector:
+        return cast("Detector", _built(self.detector, "detector"))
+
+    @cached_property
+    def _color_classifier(self) -> ColorClassifier:
+        return cast("ColorClassifier", _built(self.colors, "colour classifier"))
+
+    def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
+        """ValueError for the first line (counted from 1) that does not fit the schema, the detector or the colours."""
+        require_keys(self.name, self.needs, metadata)
+        for line, row in enumerate(metadata, start=1):
+            try:
+                _check(row, self._detector.classes, self._color_classifier.colors)
+            except ValueError as error:
+                raise ValueError(f"line {line}: {error}") from error
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        """values: float32 [B]."""
+        pictures = [image.numpy() for image in batch.images]
+        found = self._detector.detect(pictures)
+        verdicts = [self._judge(*row) for row in zip(pictures, found, batch.metadata, strict=True)]
+        details: dict[str, list[Any]] = {
+            "partial": [verdict.partial for verdict in verdicts],
+            "strict": [verdict.strict for verdict in verdicts],
+            "benchmark": [verdict.benchmark for verdict in verdicts],
+            "tag": [verdict.tag for verdict in verdicts],
+        }
+        return RewardOutput.of(map(MODES[self.mode], verdicts), details)
+
+    def _judge(self, picture: Picture, found: Sequence[Detection], metadata: Metadata) -> Verdict:
+        def colors_of(objects: Sequence[Detection], label: str) -> list[str]:
+            return self._color_classifier.classify(picture, objects, label)
+
+        objects = filter_detections(found, metadata["tag"], self.thresholds)
+        return evaluate(objects, metadata, colors_of, self.thresholds, COMPAT[self.compat])
+
+
+def _built(name: str, kind: str) -> Any:
+    found = resolve(name, kind=kind, package="flowrl_img.rewards.detectors", group="flowrl_img.detectors")
+    return found() if isinstance(found, type) else found
+
+
+def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None:
+    """ValueError when a record asks for what cannot be judged."""
+    if not row["include"]:
+        raise ValueError("'include' is empty: name at least one class")
+    for index, clause in enumerate([*row["include"], *row.get("exclude", ())]):
+        if not {"class", "count"} <= clause.keys():
+            raise ValueError(f"clause {dict(clause)} needs 'class' and 'count'")
+        if not isinstance(clause["count"], int) or clause["count"] < 1:
+            raise ValueError(f"count must be a whole number of at least 1, got {clause['count']!r}")
+        _known("class", clause["class"], classes)
+        if "color" in clause:
+            _known("colour", clause["color"], colors)
+        if "position" in clause:
+            relation, reference = clause["position"]
+            _known("relation", relation, RELATIONS)
+            if not 0 <= reference < index:
+                raise ValueError(f"position of {clause['class']!r} must refer to an earlier clause, got {reference}")
+
+
+def _known(kind: str, word: str, valid: Sequence[str]) -> None:
+    if word not in valid:
+        near = difflib.get_close_matches(word, valid, n=1)
+        hint = f", did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown {kind} {word!r}{hint}; valid: {sorted(valid)}")
