@@ -8,6 +8,7 @@ With t = sigma_i, s = sigma_{i+1}, dt = s - t < 0 and sigma_t = noise_level * sq
 
 For t < 1 this gives B = (1 + noise_level^2 / 2) dt: a constant times the Euler step. At t = 1 the square root has
 a pole; there 1 - t is replaced by 1 - sigma_1 in sigma_t alone, which makes the first std equal to noise_level.
+The marginals are kept to order min(1, noise_level^2) in the step: the endpoint rule costs the rest.
 Source: Flow-GRPO, arXiv 2505.05470, Eq. 9, and the endpoint rule of its published code.
 """
 
