@@ -100,7 +100,8 @@ def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     scale = SHORT_SIDE / min(height, width)
     if scale <= 1:
         return image
-    return np.asarray(Image.fromarray(image).resize((round(width * scale), round(height * scale)), Image.BICUBIC))
+    size = (round(width * scale), round(height * scale))
+    return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
 
 @lru_cache(maxsize=1)

@@ -6,8 +6,8 @@ coverage     a(p) = 1 - |p - c| / |c - background(p)|, c the component's colour:
              covers, exact for antialiased edges, low for pixels of any other colour
 shape        soft IoU of the coverage, brought to unit area and zero centroid, with templates of the world's shapes
 colour       nearest palette entry to the median of the fully covered pixels, or "unknown" when none is near
-score        the IoU on a linear scale, less where another shape fits almost as well: crisp shapes lie above 0.9,
-             blobs and noise below 0.3
+score        the IoU on a linear scale, less where another shape fits almost as well or where the edge is wide:
+             crisp shapes lie above 0.9, blobs and noise below 0.3
 
 Left out: objects that touch or overlap (the world has none) are not taken apart.
 """
@@ -25,14 +25,15 @@ from numpy.typing import NDArray
 from flowrl_img.rewards.geneval.detection import Box, Detection, Picture
 from flowrl_img.world import COLORS, SHAPES, shape_mask
 
-__all__ = ["UNKNOWN", "Scenes", "background_plane", "fit_score", "shape_ious"]
+__all__ = ["UNKNOWN", "Scenes", "background_plane", "fit_score", "shape_ious", "sharpness"]
 
 UNKNOWN = "unknown"
 
 Array = NDArray[np.floating]
 
 BORDER = 2  # pixels at each side taken as background; the world keeps objects 2.5 px away
-CONTRAST = 60.0  # RGB distance from the background, in 8-bit levels, of a foreground pixel; the palette is over 110 away
+CONTRAST = 60.0  # RGB distance in 8-bit levels, of a foreground pixel from the background; the palette is over 110 away
+GAP_DEPTH = 0.4  # and in units of the largest distance within 2 px: parts bright objects whose soft edges meet
 MIN_AREA = 25  # pixels; the smallest star has 57
 GRID, REACH = 32, 1.1  # samples a side of a normalised shape, and its half side in units of the root of its area
 TEMPLATE_RADII = (7.0, 9.5, 13.0)  # pixels: the width of an edge relative to the shape varies with these
@@ -41,6 +42,8 @@ COVERED = 0.8  # coverage of an inner pixel
 NEAR = 80.0  # RGB distance; the two nearest palette entries are 95 apart
 WORST, BEST = 0.80, 0.90  # IoU that maps to score 0 and 1; true shapes lie above 0.92, the next shape below 0.86
 LEAD = 0.08  # IoU by which a shape must lead over the next for its full score; true shapes lead by 0.11 or more
+
+NARROW, WIDE = 2.2, 3.4  # pixels: edges of full score and of none; the world has 0.7, a blur of sigma 3 has 3.4
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def _detections(picture: Array) -> Iterator[Detection]:
 
     offset = picture - background_plane(picture)
     distance = np.sqrt((offset**2).sum(axis=-1))
-    labels, _ = ndimage.label(distance > CONTRAST, structure=np.ones((3, 3)))
+    least = np.maximum(CONTRAST, GAP_DEPTH * ndimage.maximum_filter(distance, size=5))
+    labels, _ = ndimage.label(distance > least, structure=np.ones((3, 3)))
     for index, window in enumerate(ndimage.find_objects(labels), start=1):
         inside = labels[window] == index
         if inside.sum() < MIN_AREA:
@@ -102,7 +106,7 @@ def _detections(picture: Array) -> Iterator[Detection]:
         if coverage.sum() < MIN_AREA:
             continue
         ious = shape_ious(coverage)
-        score = fit_score(ious)
+        score = fit_score(ious) * sharpness(coverage)
         if score > 0:
             yield Detection(SHAPES[int(ious.argmax())], score, *_extent(coverage, window, labels.shape))
 
@@ -111,6 +115,16 @@ def fit_score(ious: Array) -> float:
     """ious: [8]. Quality in [0, 1] of the best fit."""
     second, best = np.sort(ious)[-2:]
     return float(np.clip((best - WORST) / (BEST - WORST), 0, 1) * np.clip((best - second) / LEAD, 0, 1))
+
+
+def sharpness(coverage: Array) -> float:
+    """1 for the edges of the world, 0 for heavy blur, from the mean width of the edge in pixels.
+
+    Width = sum 4 a (1 - a) / sum |grad a|: the total variation of a blurred edge is still its length.
+    """
+    slopes = np.gradient(coverage)
+    width = (4 * coverage * (1 - coverage)).sum() / np.hypot(*slopes).sum()
+    return float(np.clip((WIDE - width) / (WIDE - NARROW), 0, 1))
 
 
 def _padded(window: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, slice]:

@@ -113,7 +113,7 @@ def _suppress(ordered: Sequence[Detection], max_overlap: float) -> list[Detectio
 def relative_position(a: Box, b: Box, threshold: float = 0.1) -> set[str]:
     """Relations in which box `a` stands to box `b`; boxes are (x0, y0, x1, y1) in pixels, y down.
 
-    r = sign(o) max(|o_axis| - threshold (dim_a + dim_b), 0) / ||o||, o = centre a - centre b; a relation holds beyond 0.5.
+    r = sign(o) max(|o| - threshold (dim_a + dim_b), 0) / ||o||, o = centre a - centre b; beyond 0.5 a relation holds.
     """
     corners = np.array([a, b], dtype=np.float64).reshape(2, 2, 2)
     (center_a, center_b), sizes = corners.mean(axis=1), np.abs(corners[:, 1] - corners[:, 0])
