@@ -65,19 +65,19 @@ def driver_obstacle() -> str | None:
     try:
         from triton.backends import backends
         from triton.runtime import driver
-    except Exception as error:  # noqa: BLE001 - a broken install raises anything, and all of it is reported
+    except Exception as error:  # a broken install raises anything, and all of it is reported
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
     usable, reasons = {}, []
     for name, backend in backends.items():
         try:
             if backend.driver.is_active():
                 usable[name] = backend.driver
-        except Exception as error:  # noqa: BLE001 - one broken driver must not hide another that works
+        except Exception as error:  # one broken driver must not hide another that works
             reasons.append(f"{name} raised {type(error).__name__}: {error}")
     if not usable:
         return "; ".join(["no Triton driver is usable on this machine", *reasons])
-    if len(usable) > 1:
-        # Triton refuses to choose between several by itself; take the one that PyTorch was built for.
+    if len(usable) > 1 and "TRITON_DEFAULT_BACKEND" not in os.environ:
+        # Triton does not choose between several by itself; take the one that PyTorch was built for.
         wanted = "amd" if torch.version.hip else "nvidia"
         driver.set_active(usable.get(wanted, next(iter(usable.values())))())
     return None

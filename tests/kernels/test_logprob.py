@@ -1,0 +1,113 @@
+"""Log-prob, ratio and KL against torch.distributions, and the accuracy that small clip ranges need."""
+
+import pytest
+import torch
+from torch.distributions import Normal, kl_divergence
+
+from flowrl_img.kernels.logprob import kl, kl_sigma, log_prob, log_ratio
+from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
+
+ROWS, SHAPE = 3, (3, 4, 16, 16)
+A = torch.tensor([0.755, 0.884, 0.909], dtype=torch.float64)
+B = torch.tensor([-0.0399, -0.0838, -0.3351], dtype=torch.float64)
+STD = torch.tensor([0.700, 0.446, 0.225], dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def _reference_body(monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "torch")
+
+
+def wide(scalar):
+    return scalar.view(ROWS, 1, 1, 1)
+
+
+def transition(shift, dtype=torch.float64, seed=0):
+    """A rollout step of the old policy, and a current and a reference velocity `shift` away from it."""
+    stream = torch.Generator().manual_seed(seed)
+    x_t, v_old, z, d, d_ref = (torch.randn(SHAPE, generator=stream, dtype=torch.float64) for _ in range(5))
+    x_t, v_old = x_t.to(dtype), v_old.to(dtype)
+    v, v_ref = (v_old + shift * d).to(dtype), (v_old + shift * d_ref).to(dtype)
+    x_s = (wide(A) * x_t.double() + wide(B) * v_old.double() + wide(STD) * z).to(dtype)
+    return x_t, x_s, v, v_old, v_ref
+
+
+def distribution(x_t, v):
+    return Normal(wide(A) * x_t + wide(B) * v, wide(STD))
+
+
+def per_row_mean(x):
+    return x.mean((1, 2, 3))
+
+
+def test_log_prob_ratio_and_kl_equal_those_of_torch_distributions():
+    x_t, x_s, v, v_old, v_ref = transition(0.3)
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old, v_ref=v_ref)
+    p, p_old, p_ref = (distribution(x_t, w) for w in (v, v_old, v_ref))
+    expected = per_row_mean(p.log_prob(x_s))
+    torch.testing.assert_close(log_prob(moments[:, E2], STD), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD),
+        expected - per_row_mean(p_old.log_prob(x_s)),
+        rtol=1e-10,
+        atol=1e-13,
+    )
+    torch.testing.assert_close(
+        kl(moments[:, DREF2], B, STD), per_row_mean(kl_divergence(p, p_ref)), rtol=1e-12, atol=1e-14
+    )
+
+
+def test_the_published_kl_is_minus_dt_times_the_true_one():
+    dt, DREF2_row = -0.05, torch.tensor([0.2, 0.3, 0.4], dtype=torch.float64)
+    sigma_t = STD / (-dt) ** 0.5
+    torch.testing.assert_close(kl_sigma(DREF2_row, B, sigma_t), -dt * kl(DREF2_row, B, STD))
+
+
+def test_gradients_of_log_prob_and_kl_are_their_closed_forms():
+    x_t, x_s, v, _, v_ref = transition(0.3)
+    v.requires_grad_()
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_ref=v_ref)
+    D = v[0].numel()
+    (from_log_prob,) = torch.autograd.grad(log_prob(moments[:, E2], STD).sum(), v, retain_graph=True)
+    (from_kl,) = torch.autograd.grad(kl(moments[:, DREF2], B, STD).sum(), v)
+    e = x_s - wide(A) * x_t - wide(B) * v.detach()
+    torch.testing.assert_close(from_log_prob, wide(B) * e / (wide(STD) ** 2 * D), rtol=1e-11, atol=1e-16)
+    torch.testing.assert_close(
+        from_kl, wide(B) ** 2 * (v.detach() - v_ref) / (wide(STD) ** 2 * D), rtol=1e-11, atol=1e-16
+    )
+
+
+def test_at_the_old_policy_the_ratio_gradient_is_b_z_over_std():
+    x_t, x_s, _, v_old, _ = transition(0.0)
+    v = v_old.clone().requires_grad_()
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    ratio = log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD).exp()
+    assert torch.equal(ratio, torch.ones_like(ratio))
+    ratio.sum().backward()
+    z = (x_s - wide(A) * x_t - wide(B) * v_old) / wide(STD)
+    torch.testing.assert_close(v.grad, wide(B) * z / (wide(STD) * v[0].numel()), rtol=1e-10, atol=1e-16)
+
+
+def test_in_float32_the_difference_form_resolves_ratios_far_below_every_clip_range():
+    """Clip ranges go down to 2e-6. Subtracting float32 log-probs is off by several 1e-8, this form by under 1e-10."""
+    worst_form, worst_subtraction = 0.0, 0.0
+    for seed in range(5):
+        x_t, x_s, v, v_old, _ = transition(1e-4, torch.float32, seed)
+        narrow = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+        exact = transition_moments(v.double(), None, 1.0, x_t, x_s, A, B, v_old=v_old)
+        truth = log_ratio(exact[:, DOLD2], exact[:, CROSS], B, STD)
+        old = transition_moments(v_old, None, 1.0, x_t, x_s, A, B)
+        form = log_ratio(narrow[:, DOLD2], narrow[:, CROSS], B, STD)
+        subtraction = log_prob(narrow[:, E2], STD) - log_prob(old[:, E2], STD)
+        assert 1e-8 < truth.abs().max() < 1e-4
+        worst_form = max(worst_form, (form.double() - truth).abs().max().item())
+        worst_subtraction = max(worst_subtraction, (subtraction.double() - truth).abs().max().item())
+    assert worst_form < 1e-10
+    assert worst_subtraction > 1e-8
+
+
+def test_scalars_may_come_from_the_host_in_float64():
+    x_t, x_s, v, v_old, _ = transition(0.3, torch.float32)
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    assert log_prob(moments[:, E2], STD).dtype == torch.float32
+    assert log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD).dtype == torch.float32
