@@ -1,12 +1,13 @@
 """The run configuration: strict, frozen, one place for every default.
 
 A recipe is a YAML file of these sections. Unknown keys are errors. Parts with a `name` (step rule, objective, rewards)
-are plug-ins: their other keys are the fields of the object behind the name.
+are plug-ins: their other keys are the fields of the object behind the name, checked by `flowrl_img.validation`. Sizes
+that must divide or fit into each other are checked by `flowrl_img.plan`, which knows the number of processes.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -16,15 +17,18 @@ __all__ = [
 ]
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
 
 class PartConfig(BaseModel):
     """A plug-in by name; further keys are its fields."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
-    name: str
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+    name: str = Field(min_length=1)
 
     def section(self) -> dict[str, Any]:
         return {"name": self.name, **(self.model_extra or {})}
@@ -70,7 +74,11 @@ class PromptsConfig(Section):
 
 
 class RewardConfig(PartConfig):
-    weight: float = 1.0
+    weight: float = Field(1.0, description="factor in the weighted sum; 0: scored and logged only")
+
+    def options(self) -> dict[str, Any]:
+        """The fields of the reward itself."""
+        return dict(self.model_extra or {})
 
 
 class WindowConfig(Section):
@@ -104,7 +112,7 @@ class AdvantageConfig(Section):
 
 class OptimizerConfig(Section):
     lr: float = Field(3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(1e-4, ge=0)
     grad_clip: float = Field(1.0, gt=0)
@@ -151,13 +159,7 @@ class Config(Section):
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")
-    def _geometry(self) -> Config:
-        images = self.rollout.groups * self.rollout.group_size
-        if images % self.run.updates_per_rollout:
-            raise ValueError(
-                f"{images} images per rollout do not divide into run.updates_per_rollout = {self.run.updates_per_rollout}: "
-                f"use one of {', '.join(str(n) for n in range(1, images + 1) if images % n == 0)}"
-            )
+    def _has_an_end(self) -> Config:
         if self.run.rollouts is None and self.run.minutes is None:
             raise ValueError("a run needs an end: set run.rollouts or run.minutes")
         return self

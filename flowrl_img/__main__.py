@@ -1,0 +1,5 @@
+"""`python -m flowrl_img`: the same as `flowrl-img`."""
+
+from flowrl_img.cli import main
+
+main()

@@ -1,0 +1,146 @@
+"""The command line: `flowrl-img train`, `flowrl-img recipes list|show`.
+
+Nothing heavy is imported before a command needs it. A wrong input ends with `error:` lines on stderr and exit code 2,
+Ctrl-C with 130. FLOWRL_TRACEBACK=1 shows the traceback of a wrong input.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from flowrl_img.config import Config
+
+__all__ = ["main"]
+
+DEFAULT_RECIPE = "pico"
+WRONG_INPUT, INTERRUPTED = 2, 130
+
+app = typer.Typer(
+    name="flowrl-img",
+    help="RL fine-tuning of diffusion and flow-matching image generators.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+recipes_app = typer.Typer(help="Look at recipes: list, show.", no_args_is_help=True)
+app.add_typer(recipes_app, name="recipes")
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="Recipe name or .yaml file, then changes: run.seed=3."),
+]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the console script; leaves through SystemExit with the exit code."""
+    app(args=None if argv is None else list(argv), prog_name="flowrl-img")
+
+
+def _version(show: bool) -> None:
+    if show:
+        from flowrl_img import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
+@app.command()
+def train(
+    arguments: Arguments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the plan and stop.")] = False,
+    run_folder: Annotated[str | None, typer.Option("--run-folder", help="Where the run is kept (run.folder).")] = None,
+) -> None:
+    """Train with RECIPE (default: the embedded model, pico), changed by KEY=VALUE."""
+    with _reported():
+        config = _load(arguments, run_folder)
+        _print_plan(config)
+        if dry_run:
+            return
+        from flowrl_img.run import run_training
+
+        code = run_training(config)
+    raise typer.Exit(code)
+
+
+@recipes_app.command("list")
+def list_recipes() -> None:
+    """Names and descriptions of the packaged recipes."""
+    with _reported():
+        from flowrl_img import recipes
+
+        for name in recipes.names():
+            typer.echo(f"{name:<16}{recipes.describe(name)}")
+
+
+@recipes_app.command("show")
+def show_recipe(arguments: Arguments = None) -> None:
+    """The whole configuration of RECIPE, defaults and KEY=VALUE changes included, as YAML."""
+    with _reported():
+        from flowrl_img import recipes
+
+        typer.echo(recipes.to_yaml(_load(arguments)), nl=False)
+
+
+def _load(arguments: list[str] | None, run_folder: str | None = None) -> Config:
+    """The configuration of `[RECIPE] [KEY=VALUE ...]`."""
+    from flowrl_img import recipes
+
+    words = list(arguments or ())
+    recipe = words.pop(0) if words and "=" not in words[0] else DEFAULT_RECIPE
+    stray = [word for word in words if "=" not in word]
+    if stray:
+        raise ValueError(f"one recipe at a time: {stray[0]!r} is neither the first word nor key=value")
+    if run_folder is not None:
+        words.append(f"run.folder={run_folder!r}")
+    return recipes.load(recipe, words)
+
+
+def _processes() -> tuple[int, int]:
+    """(rank, processes) as `accelerate launch` and torchrun set them."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _print_plan(config: Config) -> None:
+    """Check the configuration for this many processes; the first one prints the plan."""
+    from rich.console import Console
+
+    from flowrl_img.validation import validate
+
+    rank, processes = _processes()
+    plan = validate(config, processes)
+    if rank == 0:
+        Console().print(plan.render())
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Wrong input and Ctrl-C as messages and exit codes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except (ValueError, OSError) as error:
+        if os.environ.get("FLOWRL_TRACEBACK") == "1":
+            raise
+        for line in str(error).splitlines() or [type(error).__name__]:
+            typer.echo(f"error: {line}", err=True)
+        raise typer.Exit(WRONG_INPUT) from None
+
+
+if __name__ == "__main__":
+    main()
