@@ -11,10 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from flowrl_img.world.vocabulary import COLORS
 
 __all__ = ["GAP", "SIZE", "Scene", "SceneObject", "Sign", "relation_strength", "scene_for"]
+
+RGB = tuple[float, float, float]
 
 SIZE = 64
 GAP = 3.0  # pixels between the bounding discs of two objects
@@ -66,7 +69,8 @@ class Scene:
 def scene_for(metadata: Mapping, rng: np.random.Generator) -> Scene:
     """A true scene for one metadata record (GenEval schema, or `ocr_target` for a sign)."""
     if "ocr_target" in metadata:
-        return Scene((), *_background(rng), sign=_sign(metadata["ocr_target"], rng))
+        corner, slope_x, slope_y = _background(rng)
+        return Scene((), corner, slope_x, slope_y, sign=_sign(metadata["ocr_target"], rng))
     wanted = [clause for clause in metadata["include"] for _ in range(clause["count"])]
     for _ in range(2000):
         objects = _place(wanted, rng)
@@ -84,13 +88,17 @@ def relation_strength(a: SceneObject, b: SceneObject, relation: str) -> float:
     return float({"left of": -x, "right of": x, "above": -y, "below": y}[relation])
 
 
-def _background(rng: np.random.Generator) -> tuple[tuple[float, float, float], ...]:
+def _background(rng: np.random.Generator) -> tuple[RGB, RGB, RGB]:
     corners = rng.uniform(8, 62, size=3) * rng.uniform(0.5, 1.0)
     opposite = rng.uniform(8, 62, size=3) * rng.uniform(0.5, 1.0)
     along = rng.uniform(0, 1)
     slope = (opposite - corners) / (SIZE - 1)
-    as_rgb = [tuple(float(c) for c in values) for values in (corners, slope * along, slope * (1 - along))]
-    return tuple(as_rgb)  # type: ignore[return-value]
+    return _rgb(corners), _rgb(slope * along), _rgb(slope * (1 - along))
+
+
+def _rgb(values: NDArray[np.float64]) -> RGB:
+    red, green, blue = (float(c) for c in values)
+    return red, green, blue
 
 
 def _sign(text: str, rng: np.random.Generator) -> Sign:

@@ -28,9 +28,9 @@ SIGN_PROMPTS = {"train": 512, "tune": 64, "test": 128}
 
 
 def pair_split(first: str, second: str) -> str:
-    """Split of an unordered pair of shapes: 18 train, 4 tune, 6 test, each shape in every split.
+    """Split of an unordered pair of shapes: 17 train, 4 tune, 7 test, each shape in every split.
 
-    The 28 pairs of 8 shapes fall into 7 perfect matchings (round-robin); 0 and half of 1 are test, 2 is tuning.
+    The 28 pairs of 8 shapes fall into 7 perfect matchings (round-robin); 0 and three pairs of 1 are test, 2 is tuning.
     """
     i, j = sorted((SHAPES.index(first), SHAPES.index(second)))
     if i == j:
