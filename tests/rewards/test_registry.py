@@ -1,0 +1,86 @@
+"""Rewards by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flowrl_img.rewards import jpeg, registry
+from flowrl_img.rewards.score import score
+
+
+def brightness(images: torch.Tensor, prompts: list[str], metadata: list[Any], gain: float = 1.0) -> list[float]:
+    return [gain * image.float().mean().item() for image in images]
+
+
+@pytest.fixture
+def plugin_module() -> Iterator[str]:
+    module = ModuleType("my_rewards")
+    module.brightness, module.ready, module.number = brightness, jpeg.Jpeg(quality=50), 3  # type: ignore[attr-defined]
+    sys.modules["my_rewards"] = module
+    yield "my_rewards"
+    del sys.modules["my_rewards"]
+
+
+def test_the_built_in_rewards_are_found_by_their_files() -> None:
+    assert registry.builtins() == ["geneval", "jpeg", "ocr"]
+
+
+def test_a_class_is_built_with_its_options() -> None:
+    assert registry.load("jpeg", quality=80) == jpeg.Jpeg(quality=80)
+    assert registry.load("flowrl_img.rewards.jpeg:Jpeg", mode="incompressibility").mode == "incompressibility"
+
+
+def test_a_plain_function_by_path_is_a_reward(plugin_module: str) -> None:
+    reward = registry.load(f"{plugin_module}:brightness", gain=2.0)
+    out = score(reward, torch.ones(2, 3, 4, 4), ["", ""], [{}, {}], ["a", "b"])
+    assert out.values.tolist() == [510.0, 510.0]
+
+
+def test_a_ready_reward_by_path_is_itself(plugin_module: str) -> None:
+    assert registry.load(f"{plugin_module}:ready") == jpeg.Jpeg(quality=50)
+    with pytest.raises(ValueError, match="already built"):
+        registry.load(f"{plugin_module}:ready", quality=4)
+
+
+def test_an_entry_point_comes_before_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = metadata.EntryPoint("jpeg", "flowrl_img.rewards.ocr:Ocr", registry.GROUP)
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == registry.GROUP else [])
+    assert registry.load("jpeg").name == "ocr"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("jpg", {}, r"unknown reward 'jpg', did you mean 'jpeg'\?; valid: \['geneval', 'jpeg', 'ocr'\]"),
+        ("score", {}, "unknown reward 'score'"),
+        ("nowhere.at.all:Reward", {}, "no module 'nowhere'"),
+        ("flowrl_img.rewards.jpeg:Jpg", {}, r"has no 'Jpg', did you mean 'Jpeg'\?"),
+        ("my_rewards:number", {}, "must be a class, a reward or a function, got int"),
+        ("jpeg", {"qualty": 5}, r"no option 'qualty', did you mean 'quality'\?; valid options: \['mode', 'quality'\]"),
+        ("my_rewards:brightness", {"again": 5}, r"did you mean 'gain'\?; valid options: \['gain'\]"),
+        ("jpeg", {"mode": "size"}, "compressibility"),
+        ("ocr", {"mode": "part"}, "substring"),
+        ("geneval", {"mode": "exact"}, "strict"),
+        ("geneval", {"compat": "geneval"}, "flow_grpo"),
+    ],
+)
+def test_a_wrong_name_or_option_is_an_error_with_the_fix(
+    plugin_module: str, name: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        registry.load(name, **options)
+
+
+def test_a_mixture_is_loaded_by_names() -> None:
+    mixture = registry.load_mixture({"jpeg": 0.5, "geneval": 1.0}, {"jpeg": {"quality": 70}})
+    assert mixture.rewards["jpeg"] == jpeg.Jpeg(quality=70)
+    assert mixture.needs == {"include", "tag"}
+    with pytest.raises(ValueError, match="no weight"):
+        registry.load_mixture({"jpeg": 1.0}, {"jpg": {}})
