@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
@@ -61,7 +61,7 @@ class GenEval:
     compat: str | None = None
     detector: str = "scenes"
     colors: str = "scenes"
-    thresholds: Thresholds = Thresholds()
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
     name: ClassVar[str] = "geneval"
     needs: ClassVar[frozenset[str]] = frozenset({"include", "tag"})

@@ -1,0 +1,84 @@
+"""What every built-in reward keeps: one value a pair, whatever the batch and its order."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+
+from flowrl_img.rewards import registry
+from flowrl_img.rewards.protocol import RewardOutput
+from flowrl_img.rewards.score import score
+from flowrl_img.world import SHAPES, render, scene_for
+
+ROWS = [
+    {"tag": "single_object", "include": [{"class": shape, "count": 1}], "ocr_target": text, "prompt": f'"{text}"'}
+    for shape, text in zip(SHAPES, ["AB", "X4T", "HEN", "F2"], strict=False)
+]
+
+
+@cache
+def pictures() -> torch.Tensor:
+    """[4, 3, 64, 64]: a true scene, a wrong one, a true sign, a blank."""
+    rng = np.random.default_rng(0)
+    sign = scene_for({"ocr_target": ROWS[2]["ocr_target"]}, rng)
+    scenes = [scene_for({"include": ROWS[0]["include"]}, rng), scene_for({"include": ROWS[0]["include"]}, rng), sign]
+    drawn = [np.array(render(scene)) for scene in scenes] + [np.full((64, 64, 3), 30, np.uint8)]
+    return torch.from_numpy(np.stack(drawn)).permute(0, 3, 1, 2) / 255
+
+
+def ask(name: str, order: list[int]) -> RewardOutput:
+    rows = [ROWS[k] for k in order]
+    prompts, ids = [str(row["prompt"]) for row in rows], [f"s{k}" for k in order]
+    return score(registry.load(name), pictures()[order], prompts, rows, ids)
+
+
+@cache
+def straight(name: str) -> RewardOutput:
+    return ask(name, [0, 1, 2, 3])
+
+
+every = pytest.mark.parametrize("name", registry.builtins())
+
+
+@every
+def test_a_batch_equals_its_singles(name: str) -> None:
+    singles = [ask(name, [k]) for k in range(4)]
+    assert torch.equal(torch.cat([single.values for single in singles]), straight(name).values)
+    for key, column in straight(name).details.items():
+        assert [single.details[key][0] for single in singles] == column
+
+
+@every
+def test_values_follow_a_permutation(name: str) -> None:
+    order = [2, 0, 3, 1]
+    assert torch.equal(ask(name, order).values, straight(name).values[order])
+
+
+@every
+def test_values_differ_between_pictures(name: str) -> None:
+    assert len(set(straight(name).values.tolist())) > 1
+
+
+@every
+def test_values_are_valid_float32_numbers(name: str) -> None:
+    out = straight(name)
+    assert out.values.dtype == torch.float32 and out.valid.all() and out.values.isfinite().all()
+
+
+@every
+def test_the_name_is_the_file_and_prompts_are_checked_before_a_run(name: str) -> None:
+    reward = registry.load(name)
+    assert reward.name == name
+    reward.validate([str(row["prompt"]) for row in ROWS], ROWS)
+    for key in reward.needs:
+        with pytest.raises(ValueError, match="line 1"):
+            reward.validate(["x"], [{k: v for k, v in ROWS[0].items() if k != key}])
+
+
+@every
+def test_an_unknown_option_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match="has no option 'modle'"):
+        registry.load(name, modle="x")
