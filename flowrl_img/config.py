@@ -140,6 +140,7 @@ class RunConfig(Section):
     save_every: int | None = Field(None, gt=0, description="updates between checkpoints; null: at the end")
     reward_policy: Literal["raise", "mask"] = "raise"
     threads: int | None = Field(None, gt=0, description="CPU threads; null: torch's default")
+    resume: str | None = Field(None, description="run folder or checkpoint to go on from")
     tracker: Literal["none", "tensorboard", "wandb"] = "none"
 
 

@@ -23,7 +23,7 @@ SIZE = 64
 GAP = 3.0  # pixels between the bounding discs of two objects
 EDGE = 2.5  # pixels between an object and the border of the picture
 RADII = {1: (9.0, 15.0), 2: (8.0, 12.5), 3: (7.5, 11.0), 4: (7.0, 9.5)}
-REACH = {"square": 1.21, "star": 1.0, "cross": 1.06}  # bounding-disc radius in units of the nominal one
+REACH = {"square": 1.21, "triangle": 1.32, "cross": 1.06, "heart": 1.19}  # bounding-disc radius in units of the nominal one
 PANELS = ((238, 236, 226), (246, 226, 120), (176, 224, 236), (190, 232, 176))
 INKS = ((20, 20, 26), (24, 44, 120), (130, 20, 28))
 

@@ -1,0 +1,82 @@
+"""Prompt files and which prompts a rollout draws.
+
+A file is JSONL (one object with `prompt` and any metadata a line) or plain text (one prompt a line). A name without a
+suffix, such as `pico/train_geneval`, is a packaged file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+from flowrl_img import seeds
+from flowrl_img.resources import asset
+from flowrl_img.types import PromptSet, Sample
+
+__all__ = ["choose_evenly", "draw_samples", "load_prompts"]
+
+
+def load_prompts(name: str) -> PromptSet:
+    """Read a prompt file. FileNotFoundError or ValueError says which line is wrong and what it should be."""
+    path = Path(name)
+    if not path.suffix:
+        path = asset(f"prompts/{name}.jsonl")
+    if not path.is_file():
+        raise FileNotFoundError(f"no prompt file {name!r} (looked for {path}): give a .jsonl or .txt path")
+    lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no prompts")
+    rows = [_record(path, n, line) for n, line in lines] if path.suffix == ".jsonl" else [{"prompt": x} for _, x in lines]
+    ids = tuple(f"{path.stem}/{n}" for n, _ in lines)
+    return PromptSet(ids, tuple(row["prompt"] for row in rows), tuple(rows))
+
+
+def _record(path: Path, number: int, line: str) -> dict:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); a .jsonl file holds one object a line") from error
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise ValueError(f"{path}, line {number}: needs an object with a non-empty string `prompt`")
+    return row
+
+
+def draw_samples(prompts: PromptSet, groups: int, group_size: int, balance: str | None, *, seed: int, rollout: int) -> tuple[Sample, ...]:
+    """`groups` x `group_size` samples of one rollout, groups whole and contiguous, no prompt twice while they last.
+
+    With `balance` (a metadata key) its values take turns, in a shuffled order, and each value walks through its own
+    shuffled prompts from rollout to rollout. Pure in (seed, rollout): the same on every process.
+    """
+    buckets: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(prompts.metadata):
+        buckets[str(row.get(balance, "")) if balance else ""].append(index)
+    names = sorted(buckets)
+    chosen = []
+    for k in range(rollout * groups, (rollout + 1) * groups):
+        cycle, place = divmod(k, len(names))
+        name = names[seeds.permutation(len(names), seed, "tags", cycle)[place]]
+        lap, turn = divmod(cycle, len(buckets[name]))
+        chosen.append(buckets[name][seeds.permutation(len(buckets[name]), seed, "prompts", name, lap)[turn]])
+    return tuple(
+        Sample(prompt, f"{rollout}/{slot}/{prompt}", image)
+        for slot, prompt in enumerate(chosen)
+        for image in range(group_size)
+    )
+
+
+def choose_evenly(prompts: PromptSet, pictures: int, balance: str | None) -> tuple[Sample, ...]:
+    """`pictures` evaluation samples: equally many per value of `balance`, spread evenly over that value's prompts.
+
+    Each prompt is a group; its images are numbered, so equal arguments give equal ids and therefore equal seeds.
+    """
+    buckets: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(prompts.metadata):
+        buckets[str(row.get(balance, "")) if balance else ""].append(index)
+    shares = {name: pictures // len(buckets) + (k < pictures % len(buckets)) for k, name in enumerate(sorted(buckets))}
+    samples: list[Sample] = []
+    for name, share in shares.items():
+        members = buckets[name]
+        counts = [(j + 1) * share // len(members) - j * share // len(members) for j in range(len(members))]
+        samples += [Sample(m, prompts.ids[m], i) for m, n in zip(members, counts, strict=True) for i in range(n)]
+    return tuple(samples)

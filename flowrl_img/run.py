@@ -1,0 +1,315 @@
+"""One training run from a configuration to a run folder: the rim, where files, clocks and processes are touched.
+
+    runs/<name>-<time>/
+        config.yaml  versions.json  metrics.jsonl  evaluation.json
+        before_after.png  checkpoint-<update>/  summary.txt
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowrl_img import plugins, recipes
+from flowrl_img.attention import set_attention
+from flowrl_img.checkpoint import load_checkpoint, save_checkpoint
+from flowrl_img.config import Config, RewardConfig, WindowConfig
+from flowrl_img.evaluate import Evaluation, evaluate, level
+from flowrl_img.live import Live
+from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
+from flowrl_img.parallel import Processes
+from flowrl_img.plan import stochastic_range
+from flowrl_img.prompts import choose_evenly, load_prompts
+from flowrl_img.report import before_after_sheet, summary, time_split
+from flowrl_img.resources import assets
+from flowrl_img.rewards import registry
+from flowrl_img.rewards.score import InvalidScoreError
+from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
+from flowrl_img.seeds import key
+from flowrl_img.trainer import Trainer, Update
+from flowrl_img.types import PromptSet
+from flowrl_img.weights import WeightSets
+
+__all__ = ["Parts", "assemble", "load_model", "load_weights", "run_training", "window_of"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
+FAILED, INTERRUPTED = 1, 130
+
+
+@dataclass
+class Parts:
+    """Everything that can be built and checked without loading a model."""
+
+    train: PromptSet
+    held_out: PromptSet
+    reward: Any
+    report: dict[str, Any]
+    objective: Any
+    step_rule: Any
+    window: Any
+
+
+def assemble(config: Config) -> Parts:
+    """Prompts, rewards, objective and sampler of a run. ValueError or FileNotFoundError tells what to change."""
+    train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
+    reward = _mixture(config.rewards)
+    report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
+    for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
+        for scorer in (reward, *report.values()):
+            try:
+                scorer.validate(prompts.texts, prompts.metadata)
+            except ValueError as error:
+                raise ValueError(f"prompt file {name}: {error}") from error
+    return Parts(
+        train, held_out, reward, report,
+        plugins.build("objectives", config.objective.section(), where="objective"),
+        plugins.build("steps", config.rollout.step.section(), where="rollout.step"),
+        window_of(config.rollout.window, config.rollout.steps),
+    )  # fmt: skip
+
+
+def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
+    return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})
+
+
+def window_of(window: WindowConfig, steps: int) -> Any:
+    """The rule that names the stochastic steps of each rollout."""
+    low, high = stochastic_range(window, steps)
+    if window.size is None:
+        return ListedSteps(tuple(range(low, high))) if low else AllSteps(skip_last=steps - high)
+    if window.schedule == "fixed":
+        return ListedSteps(tuple(range(low, low + window.size)))
+    kind = RandomWindow if window.schedule == "random" else ProgressiveWindow
+    return kind(window.size, (low, high), window.every)
+
+
+def model_source(path: str) -> str:
+    """`pico` is the packaged model; a path must exist; anything else of the form owner/name is a hub id."""
+    if path == "pico":
+        return str(assets() / "pico")
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "model_index.json").is_file():
+            raise FileNotFoundError(f"model.path: {path} holds no model_index.json: give the folder of a saved pipeline")
+        return path
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise FileNotFoundError(f"model.path: no folder {path!r}, and it is no hub id of the form owner/name")
+    return path
+
+
+def load_model(config: Config, device: torch.device) -> Any:
+    """The generator with every parameter frozen. Full fine-tuning keeps its weights in float32."""
+    family = plugins.resolve("models", config.model.family, where="model.family")
+    dtype = DTYPES[config.model.dtype]
+    model = family.load(
+        model_source(config.model.path), dtype=dtype, device=device, resolution=config.model.resolution,
+        weights_dtype=dtype if config.weights.kind == "lora" else torch.float32,
+        max_sequence_length=config.model.max_sequence_length,
+    )  # fmt: skip
+    set_attention(model.network, config.model.attention)
+    if config.model.gradient_checkpointing:
+        model.network.enable_gradient_checkpointing()
+    return model
+
+
+def load_weights(config: Config, model: Any) -> WeightSets:
+    """The trainable weights on a loaded model."""
+    return WeightSets(model.network, config.weights, model.lora_targets, seed=key(config.run.seed, "adapter"))
+
+
+def run_training(config: Config) -> int:
+    """Train as configured; returns the exit code: 0, 1 after a failure that stopped training, 130 after Ctrl-C.
+
+    Wrong input raises ValueError or OSError before a model is loaded.
+    """
+    if config.run.threads:
+        torch.set_num_threads(config.run.threads)
+    parts = assemble(config)
+    model_source(config.model.path)
+    processes = Processes(_accelerator())
+    folder = _open_folder(config, processes)
+    return _Run(config, parts, processes, folder).train()
+
+
+def _accelerator() -> Any:
+    """An accelerate.Accelerator where a launcher or a GPU asks for one; a plain CPU run needs none."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.cuda.is_available():
+        return None
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=not torch.cuda.is_available())
+
+
+def _open_folder(config: Config, processes: Processes) -> Path:
+    """Make the run folder and write what fixes the run; OSError says why it cannot be written."""
+    name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = Path(config.run.folder) if config.run.folder else Path("runs") / name
+    folder = Path(processes.gather(str(folder))[0])
+    if not processes.is_main:
+        return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "metrics.jsonl").exists() and not config.run.resume:
+            raise ValueError(f"run.folder: {folder} already holds a run; choose another folder")
+        (folder / "config.yaml").write_text(recipes.to_yaml(config))
+        (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        (folder / "metrics.jsonl").touch()
+    except OSError as error:
+        raise OSError(f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder") from error
+    return folder
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": sys.version.split()[0]}
+    for name in VERSIONS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
+
+
+class _Run:
+    """State of one run between its phases."""
+
+    def __init__(self, config: Config, parts: Parts, processes: Processes, folder: Path) -> None:
+        self.config, self.parts, self.processes, self.folder = config, parts, processes, folder
+        self.live = Live(config, enabled=processes.is_main)
+        self.began = time.monotonic()
+        self.evaluations: dict[str, Evaluation] = {}
+
+    def train(self) -> int:
+        """All phases; whatever stops training, the run folder stays usable."""
+        code, trainer = 0, None
+        try:
+            model = load_model(self.config, self.processes.device)
+            weights = load_weights(self.config, model)
+            self.live.say(
+                f"{self.folder}: {weights.num_trainable:,} trainable parameters in {weights.touched_layers} layers, "
+                f"network {sum(p.numel() for p in model.network.parameters()):,}"
+            )
+            trainer = self._trainer(model, weights)
+            if self.config.run.resume:
+                load_checkpoint(Path(self.config.run.resume), trainer)
+            self._evaluate(trainer, "before", "reference")
+            self._updates(trainer)
+        except KeyboardInterrupt:
+            self.live.say("interrupted: keeping what was trained so far")
+            code = INTERRUPTED
+        except (NonFiniteError, RolloutMismatchError, InvalidScoreError) as error:
+            self.live.say(f"error: {error}")
+            code = FAILED
+        if trainer is not None:
+            self._finish(trainer, evaluated=code == 0)
+        self.live.close()
+        return code
+
+    def _trainer(self, model: Any, weights: WeightSets) -> Trainer:
+        parts = self.parts
+        return Trainer(
+            self.config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window,
+            self.processes, progress=self.live.phase,
+        )  # fmt: skip
+
+    def _updates(self, trainer: Trainer) -> None:
+        every, save_every = self.config.evaluation.every, self.config.run.save_every
+        for update in trainer.run():
+            self._log(update)
+            self.live.update(update)
+            if save_every and update.update % save_every == 0:
+                self._save(trainer)
+            if every and update.update % every == 0:
+                self._evaluate(trainer, f"update {update.update}", self._tuned(trainer))
+
+    @staticmethod
+    def _tuned(trainer: Trainer) -> str:
+        return "ema" if "ema" in trainer.weights.sets else "current"
+
+    def _log(self, update: Update) -> None:
+        row = {
+            "update": update.update,
+            "rollout": update.rollout,
+            **update.metrics,
+            "seconds": {k: round(v, 3) for k, v in update.seconds.items()},
+        }
+        self._append("metrics.jsonl", row)
+
+    def _append(self, name: str, row: dict[str, Any]) -> None:
+        if not self.processes.is_main:
+            return
+        with _disk(self.folder), (self.folder / name).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def _evaluate(self, trainer: Trainer, label: str, weight_set: str) -> None:
+        config = self.config.evaluation
+        samples = choose_evenly(self.parts.held_out, config.pictures, self.config.prompts.balance)
+        samples = _spread_first(samples, config.sheet)
+        mine = len(self.processes.share(samples))
+        began = time.monotonic()
+        with trainer.weights.use(weight_set):
+            found = evaluate(
+                trainer.model, self.parts.held_out, samples, self.parts.reward, num_steps=config.steps,
+                guidance=config.guidance, batch=config.batch, processes=self.processes, keep=config.sheet,
+                report=self.parts.report, progress=lambda n: self.live.phase(f"evaluating {label}", n, mine),
+            )  # fmt: skip
+        self.evaluations[label] = found
+        trainer.clock["evaluation"] += time.monotonic() - began
+        means = {column: found.mean(column) for column in found.columns}
+        self._append(
+            "evaluations.jsonl",
+            {"label": label, "update": trainer.update, "means": means, "by_task": found.by_tag("reward")},
+        )
+        self.live.say(f"held-out {label}: reward {level(found).value:.4f} ({len(samples)} pictures)")
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.processes.is_main:
+            with _disk(self.folder):
+                self.live.say(f"saved {save_checkpoint(self.folder, trainer)}")
+        self.processes.wait()
+
+    def _finish(self, trainer: Trainer, *, evaluated: bool) -> None:
+        self._save(trainer)
+        lines = []
+        if evaluated:
+            self._evaluate(trainer, "after", self._tuned(trainer))
+            before, after = self.evaluations["before"], self.evaluations["after"]
+            if self.processes.is_main:
+                with _disk(self.folder):
+                    before_after_sheet(self.folder / "before_after.png", self.parts.held_out, before, after)
+                lines = summary(before, after)
+        total = time.monotonic() - self.began
+        phases = ("sampling", "scoring", "training", "evaluation")
+        lines.insert(0, f"{trainer.update} updates in {total:.0f} s: {time_split(trainer.clock, total, phases)}")
+        if self.processes.is_main:
+            with _disk(self.folder):
+                (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
+        for line in lines:
+            self.live.say(line)
+
+
+def _spread_first(samples: Any, first: int) -> Any:
+    """The same samples with `first` of different tasks in front, so that the sheet shows every task."""
+    if not first:
+        return samples
+    front = [samples[k * len(samples) // first] for k in range(min(first, len(samples)))]
+    chosen = {s.id for s in front}
+    return (*front, *(s for s in samples if s.id not in chosen))
+
+
+@contextmanager
+def _disk(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"cannot write to {folder}: {error.strerror}; what was written before is complete") from error

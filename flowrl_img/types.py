@@ -1,0 +1,132 @@
+"""What travels through the loop: frozen records whose rows are joined by id, never by position.
+
+    Prompts -> Rollout(leaves, edges) -> scores -> advantages [B] -> Points -> moments [R, 4] -> losses [R]
+
+Legend of shapes: B samples, E edges (trained transitions), S stored states, R rows of a micro-batch, `...` one latent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl_img.samplers.steps.table import StepTable
+
+__all__ = ["Edges", "Leaves", "Moments", "Points", "PromptSet", "Rollout", "Sample"]
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts of one file. Example: PromptSet(("train/0",), ("a photo of a ring",), ({"tag": ...},))."""
+
+    ids: tuple[str, ...]
+    texts: tuple[str, ...]
+    metadata: tuple[dict[str, Any], ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Identity of one image to draw. Example: Sample(prompt=17, group="3/17", image=5) is id "3/17/5"."""
+
+    prompt: int
+    """index into the PromptSet"""
+    group: str
+    """group id: all images of one prompt in one rollout"""
+    image: int
+    """index inside the group"""
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.image}"
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """Finished samples, B rows."""
+
+    samples: tuple[Sample, ...]
+    images: Tensor
+    """[B, 3, H, W] float32 in [0, 1]"""
+
+
+@dataclass(frozen=True)
+class Edges:
+    """Trained transitions, E rows. States are stored once: a window's x_s is its next step's x_t."""
+
+    states: Tensor
+    """[S, ...] float32"""
+    at_t: Tensor
+    """[E] int64 row of x_t in states"""
+    at_s: Tensor
+    """[E] int64 row of x_s in states"""
+    leaf: Tensor
+    """[E] int64 row of the sample in the leaves"""
+    step: Tensor
+    """[E] int64 step index into the sigma table"""
+    v_old: Tensor
+    """[E, ...] velocity of the sampling policy, guided; float32"""
+    residual: Tensor
+    """[E] float32: mean ((x_s - mu_old) / std)^2 at the rollout, taken from the noise that was added"""
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    def with_v_old(self, v_old: Tensor) -> Edges:
+        """The same transitions with the old velocity taken in another layout."""
+        return replace(self, v_old=v_old)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """All that one process drew in one rollout; `sigmas` is the table that everybody indexes."""
+
+    leaves: Leaves
+    edges: Edges
+    sigmas: Tensor
+    """float64 [N + 1]"""
+    table: StepTable
+    """scalars of the N steps"""
+
+
+@dataclass(frozen=True)
+class Points:
+    """A micro-batch of R transitions."""
+
+    x_t: Tensor
+    x_s: Tensor
+    v_old: Tensor
+    sigma: Tensor
+    """[R] float64"""
+    prompt: Sequence[int]
+    """R indices into the PromptSet"""
+    table: StepTable
+    """[R] each"""
+    advantage: Tensor
+    """[R] float32"""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Per-row means of one forward, [R] each, with the step scalars they belong to. See kernels.transition."""
+
+    e2: Tensor
+    dref2: Tensor
+    dold2: Tensor
+    cross: Tensor
+    table: StepTable
+
+    @classmethod
+    def of(cls, columns: Tensor, table: StepTable) -> Moments:
+        """columns: [R, 4] as `transition_moments` returns them."""
+        e2, dref2, dold2, cross = columns.unbind(1)
+        return cls(e2, dref2, dold2, cross, table)
+
+    def finite(self) -> bool:
+        return bool(torch.stack([self.e2, self.dref2, self.dold2, self.cross]).isfinite().all())

@@ -1,0 +1,128 @@
+"""Weight sets of one network: the trained one, its average, and the frozen reference. One owner switches them.
+
+A set other than the current one is a list of tensors beside the trainable parameters; `use` exchanges the storage of
+the two and gives it back on leaving, also after an exception and when nested. Nothing is copied, so the trained
+weights come back bit for bit, and which weights train never changes. The reference of a LoRA run is the base network
+with its adapter layers off; of a full run, a frozen copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowrl_img.config import WeightsConfig
+from flowrl_img.plugins import nearest
+
+__all__ = ["ADAPTER", "WeightSets"]
+
+ADAPTER = "default"
+
+
+class WeightSets:
+    """`trainable` maps parameter names to float32 parameters; `sets` holds the tensors of the other sets."""
+
+    def __init__(self, network: nn.Module, config: WeightsConfig, default_targets: tuple[str, ...], *, seed: int) -> None:
+        """Adds the adapter (or frees the network) in place. ValueError if a LoRA target matches no layer."""
+        self.network = network
+        self.config = config
+        self._layers: list[Any] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if config.kind == "lora":
+                self._add_lora(config.lora.targets or default_targets)
+            else:
+                network.requires_grad_(True)
+        self.trainable = {name: p for name, p in network.named_parameters() if p.requires_grad}
+        for parameter in self.trainable.values():
+            # bf16 weights ignore updates smaller than 1/256 of themselves.
+            parameter.data = parameter.data.float()
+        self.sets: dict[str, list[Tensor]] = {}
+        if config.kind == "full":
+            self.remember("reference")
+        if config.ema is not None:
+            self.remember("ema")
+
+    def _add_lora(self, targets: tuple[str, ...]) -> None:
+        from peft import LoraConfig
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        linear = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in linear):
+                suffixes = {".".join(name.split(".")[-2:]) for name in linear} | {name.split(".")[-1] for name in linear}
+                suffixes -= {s for s in suffixes if s.isdigit()}
+                raise ValueError(f"weights.lora.targets: {target!r} matches no linear layer; {nearest(target, suffixes)}")
+        self.network.add_adapter(
+            LoraConfig(
+                r=self.config.lora.rank, lora_alpha=self.config.lora.alpha, target_modules=list(targets),
+                init_lora_weights="gaussian",
+            ),
+            adapter_name=ADAPTER,
+        )  # fmt: skip
+        self._layers = [module for module in self.network.modules() if isinstance(module, BaseTunerLayer)]
+
+    @property
+    def touched_layers(self) -> int:
+        """LoRA layers, or trainable tensors in a full run."""
+        return len(self._layers) if self.config.kind == "lora" else len(self.trainable)
+
+    @property
+    def num_trainable(self) -> int:
+        return sum(p.numel() for p in self.trainable.values())
+
+    def remember(self, name: str) -> None:
+        """Make (or overwrite) the set `name` as a copy of the current weights."""
+        self.sets[name] = [p.detach().clone() for p in self.trainable.values()]
+
+    @torch.no_grad()
+    def average(self, name: str, decay: float) -> None:
+        """set <- decay * set + (1 - decay) * current."""
+        torch._foreach_lerp_(self.sets[name], [p.data for p in self.trainable.values()], 1 - decay)
+
+    def update_ema(self, update: int) -> None:
+        """After optimizer update number `update` (from 1). Decay min((1 + s) / (10 + s), decay), as in published code."""
+        ema = self.config.ema
+        if ema is not None and update % ema.every == 0:
+            self.average("ema", min((1 + update) / (10 + update), ema.decay))
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[None]:
+        """Run with another set: "current", "ema", "reference", or any remembered one."""
+        if name == "current":
+            yield
+        elif name == "reference" and self.config.kind == "lora":
+            with self._adapters_off():
+                yield
+        elif name in self.sets:
+            self._exchange(name)
+            try:
+                yield
+            finally:
+                self._exchange(name)
+        else:
+            known = {"current", "reference", *self.sets}
+            raise ValueError(f"no weight set {name!r}; {nearest(name, known)}")
+
+    def _exchange(self, name: str) -> None:
+        held = self.sets[name]
+        for index, parameter in enumerate(self.trainable.values()):
+            parameter.data, held[index] = held[index], parameter.data
+
+    @contextmanager
+    def _adapters_off(self) -> Iterator[None]:
+        """peft's own switch also changes requires_grad, so the flag it reads is set here and put back."""
+        before = [layer.disable_adapters for layer in self._layers]
+        for layer in self._layers:
+            layer._disable_adapters = True
+        if not all(layer.disable_adapters for layer in self._layers):
+            raise RuntimeError("the adapters could not be switched off: this peft version is not supported")
+        try:
+            yield
+        finally:
+            for layer, flag in zip(self._layers, before, strict=True):
+                layer._disable_adapters = flag
