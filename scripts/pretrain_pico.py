@@ -34,6 +34,7 @@ def vae_stage(folder: Path = WORK, threads: Threads = 2) -> None:
     from flowrl_img.pico.autoencoder import psnr
 
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
     folder.mkdir(parents=True, exist_ok=True)
     print(f"held-out PSNR {psnr(_vae(folder)):.2f} dB")
 
@@ -45,6 +46,7 @@ def latents_stage(folder: Path = WORK, threads: Threads = 2, count: int = POOL) 
     from flowrl_img.pico.autoencoder import encode_all, fold_standardisation, psnr
 
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
     vae = _vae(folder)
     probe = encode_all(vae, 0, 2048)["latents"]
     fold_standardisation(vae, probe.mean((0, 2, 3)), probe.std((0, 2, 3)))
@@ -68,6 +70,7 @@ def denoiser_stage(
     from flowrl_img.pico.heldout import held_out_scores
 
     torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
     tokenizer = architecture.tokenizer()
     vae = AutoencoderKL.from_pretrained(folder / "vae").eval()
     data = torch.load(folder / "latents.pt", weights_only=True, mmap=True) | {"tokenizer": tokenizer}
