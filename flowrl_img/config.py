@@ -12,8 +12,20 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = [
-    "AdvantageConfig", "Config", "EmaConfig", "EvaluationConfig", "LoraConfig", "ModelConfig", "OptimizerConfig",
-    "PartConfig", "PromptsConfig", "RewardConfig", "RolloutConfig", "RunConfig", "WeightsConfig", "WindowConfig",
+    "AdvantageConfig",
+    "Config",
+    "EmaConfig",
+    "EvaluationConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PartConfig",
+    "PromptsConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "WeightsConfig",
+    "WindowConfig",
 ]
 
 

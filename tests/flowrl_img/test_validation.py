@@ -1,0 +1,65 @@
+import sys
+from types import ModuleType
+
+import pytest
+
+from flowrl_img import plugins, recipes
+from flowrl_img.config import Config
+from flowrl_img.validation import validate
+
+
+@pytest.mark.parametrize("name", recipes.names())
+def test_every_packaged_recipe_is_valid(name):
+    assert validate(recipes.load(name)).images > 0
+
+
+def test_all_mistakes_are_told_in_one_error():
+    names = ["rollout.step.name=x", "objective.name=y", "model.family=z", "rewards.0.name=w"]
+    changes = ["rollout.window.size=99", *names]
+    with pytest.raises(ValueError) as caught:
+        validate(recipes.load("pico", changes))
+    assert len(str(caught.value).splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("rewards=[{name: ocr, weight: 0}]", "at least one needs a weight other than 0"),
+        ("rewards=[]", "at least one needs a weight other than 0"),
+        ("rewards=[{name: ocr}, {name: ocr}]", "rewards.1: reward 'ocr' stands twice"),
+        ("rewards=[{name: jpeg, quality: high}]", "rewards.0: "),
+        ("report_rewards=[{name: oc}]", "report_rewards.0: unknown reward 'oc', did you mean 'ocr'?"),
+        ("rollout.step.noise_level=much", "rollout.step.noise_level = 'much': should be a valid number"),
+        ("objective.clip_range=[0.1]", "objective.clip_range = [0.1]: "),
+        ("objective.name=nowhere:Thing", "objective: cannot load 'nowhere:Thing'"),
+    ],
+)
+def test_parts_that_cannot_be_built_are_named(change, expected):
+    with pytest.raises(ValueError) as caught:
+        validate(recipes.load("pico", [change]))
+    assert expected in str(caught.value)
+
+
+def test_an_objective_of_ones_own_needs_no_registration(monkeypatch):
+    from flowrl_img.objectives.flow_grpo import FlowGRPO
+
+    module = ModuleType("my_objectives")
+    module.Mine = type("Mine", (FlowGRPO,), {})
+    monkeypatch.setitem(sys.modules, "my_objectives", module)
+    config = recipes.load("pico", ["objective={name: 'my_objectives:Mine', kl_weight: 0.1}"])
+    assert validate(config).reference_evaluations == 384
+
+
+def test_lists_of_a_recipe_become_the_tuples_of_a_field():
+    built = plugins.build("objectives", {"name": "flow_grpo", "clip_range": [1e-4, 2e-4]})
+    assert built.clip == (1e-4, 2e-4)
+
+
+def test_every_builtin_is_available_under_its_file_name():
+    assert {"flow_sde", "ode"} <= set(plugins.available("steps"))
+    assert "flow_grpo" in plugins.available("objectives")
+    assert "sd3" in plugins.available("models")
+
+
+def test_the_default_configuration_is_valid():
+    assert validate(Config()).images == 96
