@@ -9,6 +9,22 @@ from flowrl_img.world.splits import SPLITS, load_split, prompts_of
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, NUMBERS, RELATIONS, SHAPES, TASKS
 
 __all__ = [
-    "CHARACTERS", "COLORS", "NUMBERS", "RELATIONS", "SHAPES", "SIZE", "SPLITS", "TASKS", "Scene", "SceneObject", "Sign",
-    "load_split", "outline", "prompts_of", "relation_strength", "render", "scene_for", "shape_mask",
+    "CHARACTERS",
+    "COLORS",
+    "NUMBERS",
+    "RELATIONS",
+    "SHAPES",
+    "SIZE",
+    "SPLITS",
+    "TASKS",
+    "Scene",
+    "SceneObject",
+    "Sign",
+    "load_split",
+    "outline",
+    "prompts_of",
+    "relation_strength",
+    "render",
+    "scene_for",
+    "shape_mask",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -32,7 +32,7 @@ def render(scene: Scene) -> Image.Image:
     return picture
 
 
-@lru_cache(maxsize=None)
+@cache
 def outline(shape: str) -> tuple[tuple[float, float], ...]:
     """Corner points of a shape of radius 1 centred at 0, y down. Circles and rings are polygons of 64 corners."""
     match shape:
@@ -49,7 +49,20 @@ def outline(shape: str) -> tuple[tuple[float, float], ...]:
             return tuple((r * math.sin(k * math.pi / 5), -r * math.cos(k * math.pi / 5)) for k, r in enumerate(radii))
         case "cross":
             w, e = 0.34, 1.0
-            return ((-w, -e), (w, -e), (w, -w), (e, -w), (e, w), (w, w), (w, e), (-w, e), (-w, w), (-e, w), (-e, -w), (-w, -w))
+            return (
+                (-w, -e),
+                (w, -e),
+                (w, -w),
+                (e, -w),
+                (e, w),
+                (w, w),
+                (w, e),
+                (-w, e),
+                (-w, w),
+                (-e, w),
+                (-e, -w),
+                (-w, -w),
+            )
         case "heart":
             return _heart()
     raise ValueError(f"unknown shape {shape!r}")
@@ -94,7 +107,7 @@ def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     return ImageFont.load_default(FONT_SIZE * OVERSAMPLE)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _glyph(character: str) -> Image.Image:
     """Bold glyph mask in oversampled pixels, centred in a cell of (CELL + 2) x (FONT_SIZE + 4) pixels."""
     width, height = int((CELL + 2) * OVERSAMPLE), (FONT_SIZE + 4) * OVERSAMPLE

@@ -23,7 +23,12 @@ SIZE = 64
 GAP = 3.0  # pixels between the bounding discs of two objects
 EDGE = 2.5  # pixels between an object and the border of the picture
 RADII = {1: (9.0, 15.0), 2: (8.0, 12.5), 3: (7.5, 11.0), 4: (7.0, 9.5)}
-REACH = {"square": 1.21, "triangle": 1.32, "cross": 1.06, "heart": 1.19}  # bounding-disc radius in units of the nominal one
+REACH = {
+    "square": 1.21,
+    "triangle": 1.32,
+    "cross": 1.06,
+    "heart": 1.19,
+}  # bounding-disc radius in units of the nominal one
 PANELS = ((238, 236, 226), (246, 226, 120), (176, 224, 236), (190, 232, 176))
 INKS = ((20, 20, 26), (24, 44, 120), (130, 20, 28))
 
@@ -72,6 +77,8 @@ def scene_for(metadata: Mapping, rng: np.random.Generator) -> Scene:
         corner, slope_x, slope_y = _background(rng)
         return Scene((), corner, slope_x, slope_y, sign=_sign(metadata["ocr_target"], rng))
     wanted = [clause for clause in metadata["include"] for _ in range(clause["count"])]
+    if len(wanted) not in RADII:
+        raise ValueError(f"a scene holds 1 to {max(RADII)} objects, not {len(wanted)}: {metadata.get('prompt')!r}")
     for _ in range(2000):
         objects = _place(wanted, rng)
         if objects is not None and _relations_hold(metadata["include"], objects):

@@ -1,8 +1,8 @@
 """Which prompts belong to training, tuning and test, and the prompt files made from that.
 
-What is held out is a *combination*, decided by arithmetic and not by a draw:
-two objects, position and colour attribution go by the unordered pair of shapes, so a pair of the test split never
-stands together in any training or pre-training picture; colours go by (shape, colour); sign texts by a hash of the text.
+What is held out is a *combination*, decided by arithmetic and not by a draw: two objects, position and colour
+attribution go by the unordered pair of shapes, so a pair of the test split never stands together in any training or
+pre-training picture; colours go by (shape, colour); sign texts by a hash of the text.
 Single objects and counts have too few combinations (8 and 24): all splits share their prompts and differ by seeds.
 Pre-training draws from the combinations of the training split alone.
 """
@@ -20,7 +20,16 @@ import numpy as np
 from flowrl_img.world import vocabulary as words
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, NUMBERS, RELATIONS, SHAPES, TASKS
 
-__all__ = ["SPLITS", "load_split", "pair_split", "color_split", "random_text", "text_split", "prompts_of", "write_splits"]
+__all__ = [
+    "SPLITS",
+    "load_split",
+    "pair_split",
+    "color_split",
+    "random_text",
+    "text_split",
+    "prompts_of",
+    "write_splits",
+]
 
 SPLITS: tuple[str, ...] = ("train", "tune", "test")
 ATTRIBUTION_PROMPTS = {"train": 288, "tune": 48, "test": 48}
