@@ -18,12 +18,14 @@ test: $(STAMP) ## the tests, with the 20 slowest
 test-full: $(STAMP) ## the tests and the larger products of cases
 	$(BIN)/python -m pytest -m "full or not full"
 
-check: $(STAMP) ## linter and type checker
+check: $(STAMP) ## linter, formatter and type checker, changing nothing
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-fmt: $(STAMP) ## sort imports and apply the linter's safe fixes
-	$(BIN)/ruff check --fix .
+fmt: $(STAMP) ## format the code, sort imports, apply the linter's safe fixes
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
 
 bench: $(STAMP) ## import and help time of the command line
 	$(BIN)/python scripts/bench_cli.py
