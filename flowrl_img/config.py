@@ -51,16 +51,16 @@ class ModelConfig(Section):
 
     path: str = Field("pico", description="`pico` (embedded), a local folder or a hub id")
     family: str = Field("sd3", description="model family plug-in")
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    attention: Literal["auto", "sdpa", "xformers"] = "auto"
+    dtype: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="precision of the network's matrix products")
+    attention: Literal["auto", "sdpa", "xformers"] = Field("auto", description="attention kernel; auto is sdpa")
     resolution: int = Field(64, gt=0, multiple_of=8, description="height and width in pixels")
     max_sequence_length: int = Field(1, ge=0, le=512, description="T5 tokens (zeros without T5)")
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = Field(False, description="less memory, one more forward per training point")
 
 
 class LoraConfig(Section):
-    rank: int = Field(32, gt=0)
-    alpha: float = Field(64, gt=0)
+    rank: int = Field(32, gt=0, description="rank of each adapter")
+    alpha: float = Field(64, gt=0, description="the adapter is scaled by alpha / rank")
     targets: tuple[str, ...] = Field((), description="module names; empty: those of the family")
 
 
@@ -72,16 +72,16 @@ class EmaConfig(Section):
 class WeightsConfig(Section):
     """What is trained, and the average of it that is evaluated."""
 
-    kind: Literal["lora", "full"] = "lora"
+    kind: Literal["lora", "full"] = Field("lora", description="adapters, or every weight with a frozen reference copy")
     lora: LoraConfig = LoraConfig()
-    ema: EmaConfig | None = EmaConfig()
+    ema: EmaConfig | None = Field(EmaConfig(), description="null: evaluate and save the trained weights themselves")
 
 
 class PromptsConfig(Section):
     """Prompt files: packaged names such as `pico/train_geneval`, or paths of .jsonl / .txt files."""
 
-    train: str = "pico/train_geneval"
-    evaluation: str = "pico/test_geneval"
+    train: str = Field("pico/train_geneval", description="prompts of the rollouts")
+    evaluation: str = Field("pico/test_geneval", description="held-out prompts")
     balance: str | None = Field("tag", description="metadata key whose values are drawn equally often; null: uniform")
 
 
@@ -96,11 +96,11 @@ class RewardConfig(PartConfig):
 class WindowConfig(Section):
     """Which steps are stochastic and trained."""
 
-    size: int | None = Field(None, gt=0, description="steps in the window; null: all but the last")
+    size: int | None = Field(None, gt=0, description="steps in the window; null: the whole range")
     low: int = Field(0, ge=0, description="first step a window may hold")
     high: int | None = Field(None, description="end (exclusive) of the range; null: all but the last step")
-    schedule: Literal["random", "progressive", "fixed"] = "random"
-    every: int = Field(1, gt=0, description="rollouts a window stays where it is (progressive)")
+    schedule: Literal["random", "progressive", "fixed"] = Field("random", description="fixed: starts at low")
+    every: int = Field(1, gt=0, description="rollouts that a window stays where it is")
 
 
 class RolloutConfig(Section):
@@ -108,26 +108,28 @@ class RolloutConfig(Section):
 
     groups: int = Field(8, gt=0, description="prompts per rollout, over all processes")
     group_size: int = Field(12, gt=1, description="images per prompt")
-    steps: int = Field(10, gt=0)
+    steps: int = Field(10, gt=0, description="denoising steps")
     guidance: float = Field(1.0, ge=0, description="CFG scale; 1 runs the network once per step")
-    step: PartConfig = PartConfig(name="flow_sde")
+    step: PartConfig = Field(PartConfig(name="flow_sde"), description="step rule plug-in and its fields")
     window: WindowConfig = WindowConfig()
     batch: int = Field(32, gt=0, description="images sampled at once in each process")
     shared_noise: bool = Field(False, description="one initial noise for a whole group")
 
 
 class AdvantageConfig(Section):
-    scale: Literal["group", "global", "none"] = "group"
-    eps: float = Field(1e-4, ge=0)
-    clip: float = Field(5.0, gt=0)
+    scale: Literal["group", "global", "none"] = Field(
+        "group", description="spread that a group's rewards are divided by"
+    )
+    eps: float = Field(1e-4, ge=0, description="added to the spread")
+    clip: float = Field(5.0, gt=0, description="advantages are cut at this absolute value")
 
 
 class OptimizerConfig(Section):
-    lr: float = Field(3e-4, gt=0)
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(1e-4, ge=0)
-    grad_clip: float = Field(1.0, gt=0)
+    lr: float = Field(3e-4, gt=0, description="learning rate of AdamW")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), description="decay of the gradient's two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(1e-4, ge=0, description="decoupled weight decay")
+    grad_clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     warmup: int = Field(0, ge=0, description="updates of linear warm-up")
 
 
@@ -135,38 +137,42 @@ class EvaluationConfig(Section):
     """Held-out evaluation, with equal seeds before and after."""
 
     pictures: int = Field(192, gt=0, description="pictures, equally many per task")
-    steps: int = Field(20, gt=0)
-    guidance: float = Field(1.0, ge=0)
+    steps: int = Field(20, gt=0, description="ODE steps")
+    guidance: float = Field(1.0, ge=0, description="CFG scale")
     every: int | None = Field(None, gt=0, description="updates between evaluations; null: before and after only")
-    batch: int = Field(64, gt=0)
+    batch: int = Field(64, gt=0, description="pictures sampled at once in each process")
     sheet: int = Field(12, ge=0, description="fixed prompts on the before/after picture")
 
 
 class RunConfig(Section):
     rollouts: int | None = Field(30, gt=0, description="rollouts in all; null: until `minutes`")
     minutes: float | None = Field(None, gt=0, description="stop training after this time")
-    updates_per_rollout: int = Field(2, gt=0)
+    updates_per_rollout: int = Field(2, gt=0, description="optimizer updates; equal shares of the rollout's pictures")
     micro_batch: int = Field(32, gt=0, description="(sample, step) points per forward of the trained network")
-    seed: int = 0
+    seed: int = Field(0, description="with prompt, sample and step it fixes every random number")
     folder: str | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
     save_every: int | None = Field(None, gt=0, description="updates between checkpoints; null: at the end")
-    reward_policy: Literal["raise", "mask"] = "raise"
+    reward_policy: Literal["raise", "mask"] = Field(
+        "raise", description="a score that failed stops the run, or is left out"
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads; null: torch's default")
     resume: str | None = Field(None, description="run folder or checkpoint to go on from")
-    tracker: Literal["none", "tensorboard", "wandb"] = "none"
+    tracker: Literal["none", "tensorboard", "wandb"] = Field(
+        "none", description="where metrics go besides metrics.jsonl"
+    )
 
 
 class Config(Section):
-    name: str = "pico"
-    description: str = ""
+    name: str = Field("pico", description="name of the run; a recipe file's own name where it is not given")
+    description: str = Field("", description="one line for `flowrl-img recipes list`")
     model: ModelConfig = ModelConfig()
     weights: WeightsConfig = WeightsConfig()
     prompts: PromptsConfig = PromptsConfig()
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(name="geneval"),)
+    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(name="geneval"),), description="summed by weight")
     report_rewards: tuple[RewardConfig, ...] = Field((), description="held-out rewards: reported, never trained on")
     rollout: RolloutConfig = RolloutConfig()
     advantage: AdvantageConfig = AdvantageConfig()
-    objective: PartConfig = PartConfig(name="flow_grpo")
+    objective: PartConfig = Field(PartConfig(name="flow_grpo"), description="objective plug-in and its fields")
     optimizer: OptimizerConfig = OptimizerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()

@@ -36,8 +36,15 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 def available(kind: str) -> list[str]:
     """Names of `kind` that need no dotted path: entry points and built-ins."""
     package = importlib.import_module(PACKAGES[kind])
-    builtin = [m.name for m in pkgutil.iter_modules(package.__path__) if not m.name.startswith("_")]
+    builtin = [m.name for m in pkgutil.iter_modules(package.__path__) if _exported(kind, m.name) is not None]
     return sorted({*builtin, *(e.name for e in entry_points(group=f"flowrl_img.{kind}"))})
+
+
+def _exported(kind: str, name: str) -> Any:
+    """The object a built-in module exports; None for a module that only holds types, such as the protocol itself."""
+    module = importlib.import_module(f"{PACKAGES[kind]}.{name}")
+    found = getattr(module, module.__all__[0])
+    return None if getattr(found, "_is_protocol", False) else found
 
 
 def resolve(kind: str, name: str, where: str | None = None) -> Any:
@@ -53,8 +60,7 @@ def resolve(kind: str, name: str, where: str | None = None) -> Any:
         return entry.load()
     if name not in available(kind):
         raise ValueError(f"{where}: no {kind.removesuffix('s')} is called {name!r}; {nearest(name, available(kind))}")
-    builtin = importlib.import_module(f"{PACKAGES[kind]}.{name}")
-    return getattr(builtin, builtin.__all__[0])
+    return _exported(kind, name)
 
 
 def build(kind: str, section: Mapping[str, Any], where: str | None = None) -> Any:
