@@ -58,8 +58,11 @@ class SD3:
         """path: local folder or hub id. weights_dtype: of the network's frozen weights; the VAE is always float32."""
         from diffusers import StableDiffusion3Pipeline
 
+        # diffusers loads a pipeline that was saved without T5 only if the absence is spelled out.
+        index = StableDiffusion3Pipeline.load_config(path)
+        absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if list(index[name]) == [None, None]}
         pipeline = StableDiffusion3Pipeline.from_pretrained(
-            path, torch_dtype={"transformer": weights_dtype, "vae": torch.float32, "default": dtype}, use_safetensors=True
+            path, dtype={"transformer": weights_dtype, "vae": torch.float32, "default": dtype}, use_safetensors=True, **absent
         )
         pipeline.set_progress_bar_config(disable=True)
         for module in pipeline.components.values():

@@ -1,0 +1,164 @@
+import dataclasses
+
+import pytest
+import torch
+
+from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError, check_first_update
+
+JPEG = [{"name": "jpeg"}]
+
+
+def gradient(trainer) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in trainer.parameters]
+
+
+def first_gradient(trainer, micro_batch=None):
+    """Gradient of the whole first rollout as one update, without stepping."""
+    scored = trainer.collect(0)
+    rows = torch.arange(len(scored.rollout.edges))
+    trainer._zero_grad()
+    trainer._accumulate(scored.rollout.edges, scored, rows)
+    return gradient(trainer)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3, 6, 24])
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_every_ratio_is_one_before_the_first_update(tiny_trainer, micro_batch, guidance):
+    trainer = tiny_trainer(rollout={"guidance": guidance}, run={"micro_batch": micro_batch})
+    scored = trainer.collect(0)
+    batches = trainer._micro_batches(torch.arange(len(scored.rollout.edges)))
+    spread = check_first_update(trainer, scored.rollout.edges, scored, batches)
+    assert spread["check_ratio_error"] <= 1e-6
+    assert spread["check_residual_error"] <= 1e-4
+
+
+@pytest.mark.parametrize("which", ["x_t", "x_s"])
+def test_a_scaled_state_stops_the_run_with_a_named_error(tiny_trainer, which):
+    trainer = tiny_trainer()
+    scored = trainer.collect(0)
+    edges = scored.rollout.edges
+    # States are shared between neighbours, so give every edge its own before one side is scaled.
+    count = len(edges)
+    own = torch.cat([edges.states[edges.at_t], edges.states[edges.at_s]])
+    own[:count] *= 1.01 if which == "x_t" else 1.0
+    own[count:] *= 1.01 if which == "x_s" else 1.0
+    lane = torch.arange(count)
+    broken = dataclasses.replace(edges, states=own, at_t=lane, at_s=count + lane)
+    before = [p.detach().clone() for p in trainer.parameters]
+    with pytest.raises(RolloutMismatchError, match="rollout/train mismatch"):
+        list(trainer.train_on(dataclasses.replace(scored, rollout=dataclasses.replace(scored.rollout, edges=broken))))
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+def test_accumulated_gradient_equals_the_one_batch_gradient(tiny_trainer):
+    whole = first_gradient(tiny_trainer(run={"micro_batch": 1000}))
+    for micro_batch in (1, 2, 4):
+        parts = first_gradient(tiny_trainer(run={"micro_batch": micro_batch}))
+        for a, b in zip(parts, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(float(w.abs().max()) for w in whole))
+
+
+def test_updates_per_rollout_are_exactly_those_asked_for(tiny_trainer):
+    trainer = tiny_trainer(run={"updates_per_rollout": 4, "rollouts": 2})
+    updates = list(trainer.run())
+    assert [u.update for u in updates] == list(range(1, 9))
+    assert [u.rollout for u in updates] == [0] * 4 + [1] * 4
+
+
+def test_updates_of_one_rollout_train_every_sample_once(tiny_trainer):
+    trainer = tiny_trainer(run={"updates_per_rollout": 4})
+    scored = trainer.collect(0)
+    parts = trainer._partition(scored)
+    seen = torch.cat(parts).sort().values
+    assert torch.equal(seen, torch.arange(len(scored.rollout.edges)))
+    leaves = [set(scored.rollout.edges.leaf[p].tolist()) for p in parts]
+    assert [len(s) for s in leaves] == [2] * 4
+
+
+def test_first_update_is_on_policy_and_the_second_is_not(tiny_trainer):
+    first, second = list(tiny_trainer(run={"rollouts": 1}).run())
+    assert first.metrics["max_ratio_error"] <= 1e-6
+    assert second.metrics["max_ratio_error"] > 1e-6
+
+
+def test_the_same_seed_gives_the_same_metrics(tiny_trainer):
+    runs = [[(u.update, u.metrics) for u in tiny_trainer().run()] for _ in range(2)]
+    assert runs[0] == runs[1]
+    other = [(u.update, u.metrics) for u in tiny_trainer(run={"seed": 1}).run()]
+    assert other != runs[0]
+
+
+def test_equal_rewards_move_nothing_but_weight_decay(tiny_trainer):
+    trainer = tiny_trainer(rewards=[{"name": "test_trainer_rewards:constant"}], optimizer={"weight_decay": 0.0})
+    before = [p.detach().clone() for p in trainer.parameters]
+    updates = list(trainer.run())
+    assert all(u.metrics["grad_norm"] == 0 for u in updates)
+    assert all(u.metrics["flat_groups"] == 2 for u in updates)
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+def test_kl_alone_pulls_towards_the_reference(tiny_trainer):
+    trainer = tiny_trainer(
+        rewards=[{"name": "test_trainer_rewards:constant"}], objective={"kl_weight": 1.0},
+        optimizer={"lr": 1e-4}, run={"updates_per_rollout": 1, "rollouts": 4},
+    )  # fmt: skip
+    kl = [u.metrics["kl"] for u in trainer.run()]
+    assert kl[0] > 0
+    assert kl[-1] < kl[0]
+
+
+def test_kl_starts_at_exactly_zero_for_a_new_adapter(tiny_trainer):
+    trainer = tiny_trainer(random_lora=False, objective={"kl_weight": 1.0})
+    first = next(trainer.run())
+    assert first.metrics["kl"] == 0
+    assert first.metrics["loss"] == pytest.approx(first.metrics["policy_loss"])
+
+
+def test_a_step_raises_the_log_prob_of_good_samples_and_lowers_that_of_bad(tiny_trainer):
+    from flowrl_img.kernels.logprob import log_ratio
+
+    trainer = tiny_trainer(optimizer={"lr": 2e-4}, run={"updates_per_rollout": 1}, objective={"clip_range": 0.5})
+    scored = trainer.collect(0)
+    list(trainer.train_on(scored))
+    rows = torch.arange(len(scored.rollout.edges))
+    points = trainer.points(scored.rollout.edges, scored, rows)
+    with torch.no_grad():
+        moments = trainer.predict(points)
+    delta = log_ratio(moments.dold2, moments.cross, moments.table.B, moments.table.std)
+    assert (delta * points.advantage).mean() > 0
+
+
+def test_an_overflowing_network_changes_no_weight(tiny_trainer):
+    trainer = tiny_trainer()
+    scored = trainer.collect(0)
+    before = [p.detach().clone() for p in trainer.parameters]
+    with torch.no_grad():
+        trainer.model.network.proj_out.weight.fill_(float("inf"))
+    with pytest.raises(NonFiniteError, match="no weight was changed"):
+        list(trainer.train_on(scored))
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+def test_low_precision_takes_the_old_velocity_in_the_training_layout(tiny_trainer):
+    trainer = tiny_trainer(model={"dtype": "bf16"}, run={"micro_batch": 5})
+    first, _ = list(trainer.run())[:2]
+    assert first.metrics["max_ratio_error"] <= 1e-6
+    assert first.metrics["check_ratio_error"] <= 1e-6
+    assert first.metrics["layout_ratio_error"] >= 0
+    assert {p.dtype for p in trainer.parameters} == {torch.float32}
+
+
+def test_gradient_checkpointing_gives_the_same_gradient(tiny_trainer):
+    plain = first_gradient(tiny_trainer())
+    saved = first_gradient(tiny_trainer(model={"gradient_checkpointing": True}))
+    assert max(float(g.abs().max()) for g in plain) > 0
+    for a, b in zip(saved, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)
+
+
+def test_full_fine_tuning_trains_every_weight(tiny_trainer):
+    trainer = tiny_trainer(random_lora=False, weights={"kind": "full"}, optimizer={"lr": 1e-4})
+    count = sum(p.numel() for p in trainer.model.network.parameters())
+    assert trainer.weights.num_trainable == count
+    updates = list(trainer.run())
+    assert updates[-1].metrics["grad_norm"] > 0
