@@ -15,7 +15,9 @@ from torch import Tensor
 __all__ = ["group_advantages"]
 
 
-def group_advantages(rewards: Tensor, valid: Tensor, groups: Sequence[str], *, scale: str = "group", eps: float = 1e-4) -> Tensor:
+def group_advantages(
+    rewards: Tensor, valid: Tensor, groups: Sequence[str], *, scale: str = "group", eps: float = 1e-4
+) -> Tensor:
     """rewards, valid: [B]; groups: B ids, in any order. Returns float64 [B].
 
     scale: "group" divides by the population std of the group, "global" by that of all valid rewards, "none" by 1.

@@ -1,9 +1,9 @@
 """Checkpoints: safetensors and JSON, written whole or not at all, and nothing is ever unpickled.
 
-    checkpoint-000120/
-        manifest.json        counters and the list of tensors; written last
-        state.safetensors    trained weights, other weight sets, optimizer moments
-        adapter/             what stock diffusers loads (averaged weights where there is an average)
+checkpoint-000120/
+    manifest.json        counters and the list of tensors; written last
+    state.safetensors    trained weights, other weight sets, optimizer moments
+    adapter/             what stock diffusers loads (averaged weights where there is an average)
 """
 
 from __future__ import annotations
@@ -46,18 +46,23 @@ def export(folder: Path, model: Any, weights: WeightSets) -> None:
     """The tuned weights in diffusers' own layout: a LoRA with rank and alpha, or the full transformer."""
     with weights.use("ema" if "ema" in weights.sets else "current"):
         if weights.config.kind == "lora":
-            from peft.utils import get_peft_model_state_dict
-
-            layers = get_peft_model_state_dict(weights.network, adapter_name=ADAPTER)
-            layers = {name: tensor.detach().cpu().contiguous() for name, tensor in layers.items()}
-            type(model.pipeline).save_lora_weights(
-                folder, transformer_lora_layers=layers,
-                transformer_lora_adapter_metadata={
-                    **weights.network.peft_config[ADAPTER].to_dict(), "target_modules": sorted(weights.network.peft_config[ADAPTER].target_modules),
-                },
-            )  # fmt: skip
+            _export_lora(folder, model, weights.network)
         else:
-            weights.network.save_pretrained(folder / "transformer", max_shard_size="4GB")
+            model.network.save_pretrained(folder / "transformer", max_shard_size="4GB")
+
+
+def _export_lora(folder: Path, model: Any, network: Any) -> None:
+    from peft.utils import get_peft_model_state_dict
+
+    layers = get_peft_model_state_dict(network, adapter_name=ADAPTER)
+    config = network.peft_config[ADAPTER]
+    # A set of names has no order, and the file should be the same each time.
+    facts = {**config.to_dict(), "target_modules": sorted(config.target_modules)}
+    type(model.pipeline).save_lora_weights(
+        folder,
+        transformer_lora_layers={name: tensor.detach().cpu().contiguous() for name, tensor in layers.items()},
+        transformer_lora_adapter_metadata=facts,
+    )
 
 
 def _tensors(trainer: Any) -> dict[str, Tensor]:
@@ -124,6 +129,6 @@ def _check(found: set[str], wanted: set[str], subset: bool = False) -> None:
     missing, extra = sorted(wanted - found), [] if subset else sorted(found - wanted)
     if missing or extra:
         raise ValueError(
-            f"the checkpoint does not fit this run: {len(missing)} tensors missing {missing[:3]}, {len(extra)} extra {extra[:3]}; "
-            "use the recipe and model it was made with"
+            f"the checkpoint does not fit this run: {len(missing)} tensors missing {missing[:3]}, "
+            f"{len(extra)} extra {extra[:3]}; use the recipe and model it was made with"
         )

@@ -1,4 +1,4 @@
-"""Held-out evaluation: equal prompts and seeds for every weight set, means over tasks, intervals clustered by prompt."""
+"""Held-out evaluation: equal prompts and seeds for every weight set, means over tasks, intervals by prompt."""
 
 from __future__ import annotations
 
@@ -55,9 +55,19 @@ class Interval:
 
 
 def evaluate(
-    model: Any, prompts: PromptSet, samples: Sequence[Sample], reward: Any, *, num_steps: int, guidance: float, batch: int,
-    processes: Processes, keep: int = 0, report: Mapping[str, Any] | None = None, progress: Callable[[int], None] = lambda n: None,
-) -> Evaluation:  # fmt: skip
+    model: Any,
+    prompts: PromptSet,
+    samples: Sequence[Sample],
+    reward: Any,
+    *,
+    num_steps: int,
+    guidance: float,
+    batch: int,
+    processes: Processes,
+    keep: int = 0,
+    report: Mapping[str, Any] | None = None,
+    progress: Callable[[int], None] = lambda n: None,
+) -> Evaluation:
     """Score the ODE pictures of `samples` with whatever weights are active. `report`: further rewards, by name.
 
     Samples are shared between processes and joined by id, so each counts once whatever their number.
@@ -68,9 +78,7 @@ def evaluate(
     wanted = {s.id for s in samples[:keep]}
     for start in range(0, len(mine), batch):
         chunk = mine[start : start + batch]
-        images = generate(
-            model, prompts, chunk, num_steps=num_steps, guidance=guidance, seed=EVAL_SEED, batch=batch
-        )
+        images = generate(model, prompts, chunk, num_steps=num_steps, guidance=guidance, seed=EVAL_SEED, batch=batch)
         for name, values in _score(reward, report or {}, images, prompts, chunk).items():
             scores.setdefault(name, []).extend(values)
         kept += [image for image, s in zip(images, chunk, strict=True) if s.id in wanted]

@@ -13,7 +13,9 @@ __all__ = ["branches", "guided"]
 NEGATIVE = ""  # the stock pipelines' negative prompt
 
 
-def branches(model: Any, x_t: Tensor, sigma: Tensor, texts: Sequence[str], guidance: float) -> tuple[Tensor, Tensor | None]:
+def branches(
+    model: Any, x_t: Tensor, sigma: Tensor, texts: Sequence[str], guidance: float
+) -> tuple[Tensor, Tensor | None]:
     """(v_cond, v_uncond) in the network's dtype; one batch of 2 B rows, or B rows and None when guidance is 1."""
     if guidance == 1.0:
         return model.velocity(x_t, sigma, model.encode(texts)), None

@@ -22,7 +22,9 @@ class Live:
         self.began: float | None = None
         columns = (TextColumn("{task.description:<28}"), BarColumn(30), TextColumn("{task.percentage:>3.0f} %"),
                    TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
-        self.bar = Progress(*columns, console=self.console, transient=True, disable=not (enabled and self.console.is_terminal))
+        self.bar = Progress(
+            *columns, console=self.console, transient=True, disable=not (enabled and self.console.is_terminal)
+        )
         self.whole = self.bar.add_task("run", total=100.0)
         self.inner = self.bar.add_task("", total=1, visible=False)
         self._phase = ""

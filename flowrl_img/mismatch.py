@@ -56,8 +56,9 @@ def check_first_update(trainer: Any, edges: Any, scored: Any, batches: Sequence[
     low_precision = trainer._rescores
     if worst_ratio > limit:
         raise RolloutMismatchError(
-            f"rollout/train mismatch: |ratio - 1| is {worst_ratio:.2e} before the first update, the limit is {limit:.0e}. "
-            "The recomputed velocity differs from the one stored by the rollout: check dropout, precision and conditioning"
+            f"rollout/train mismatch: |ratio - 1| is {worst_ratio:.2e} before the first update, the limit is "
+            f"{limit:.0e}. The recomputed velocity differs from the one stored by the rollout: check dropout, "
+            "precision and conditioning"
         )
     # In low precision the rollout's own velocity drew x_s, so mu differs by the layout's rounding.
     residual_limit = RESIDUAL_LIMIT if not low_precision else 0.05

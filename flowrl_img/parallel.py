@@ -39,7 +39,9 @@ class Processes:
 
     def gather_by_id(self, ids: Sequence[str], *columns: Tensor) -> dict[str, list[Any]]:
         """One row of numbers per id, of all ranks."""
-        rows = {name: list(row) for name, row in zip(ids, zip(*(c.tolist() for c in columns), strict=True), strict=True)}
+        rows = {
+            name: list(row) for name, row in zip(ids, zip(*(c.tolist() for c in columns), strict=True), strict=True)
+        }
         everything: dict[str, list[Any]] = {}
         for part in self.gather(rows):
             everything |= part

@@ -27,7 +27,9 @@ def load_prompts(name: str) -> PromptSet:
     lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompts")
-    rows = [_record(path, n, line) for n, line in lines] if path.suffix == ".jsonl" else [{"prompt": x} for _, x in lines]
+    rows = (
+        [_record(path, n, line) for n, line in lines] if path.suffix == ".jsonl" else [{"prompt": x} for _, x in lines]
+    )
     ids = tuple(f"{path.stem}/{n}" for n, _ in lines)
     return PromptSet(ids, tuple(row["prompt"] for row in rows), tuple(rows))
 
@@ -36,13 +38,17 @@ def _record(path: Path, number: int, line: str) -> dict:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {number}: not JSON ({error.msg}); a .jsonl file holds one object a line") from error
+        raise ValueError(
+            f"{path}, line {number}: not JSON ({error.msg}); a .jsonl file holds one object a line"
+        ) from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
         raise ValueError(f"{path}, line {number}: needs an object with a non-empty string `prompt`")
     return row
 
 
-def draw_samples(prompts: PromptSet, groups: int, group_size: int, balance: str | None, *, seed: int, rollout: int) -> tuple[Sample, ...]:
+def draw_samples(
+    prompts: PromptSet, groups: int, group_size: int, balance: str | None, *, seed: int, rollout: int
+) -> tuple[Sample, ...]:
     """`groups` x `group_size` samples of one rollout, groups whole and contiguous, no prompt twice while they last.
 
     With `balance` (a metadata key) its values take turns, in a shuffled order, and each value walks through its own

@@ -57,7 +57,9 @@ def summary(before: Evaluation, after: Evaluation) -> list[str]:
     return lines
 
 
-def time_split(clock: Mapping[str, float], total: float, phases: Sequence[str] = ("sampling", "scoring", "training")) -> str:
+def time_split(
+    clock: Mapping[str, float], total: float, phases: Sequence[str] = ("sampling", "scoring", "training")
+) -> str:
     """`sampling 41 %, scoring 9 %, training 43 %, other 7 %`."""
     shares = {phase: clock.get(phase, 0.0) / max(total, 1e-9) for phase in phases}
     shares["other"] = max(0.0, 1 - sum(shares.values()))

@@ -46,8 +46,8 @@ def roll(
 
 @torch.no_grad()
 def generate(
-    model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, seed: int, batch: int,
-    progress: Progress = lambda n: None,
+    model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, seed: int,
+    batch: int, progress: Progress = lambda n: None,
 ) -> Tensor:  # fmt: skip
     """Images of the plain ODE sampler, float32 [B, 3, H, W] in [0, 1], on the CPU; nothing is kept."""
     sigmas = model.sigmas(num_steps)

@@ -1,8 +1,8 @@
 """One training run from a configuration to a run folder: the rim, where files, clocks and processes are touched.
 
-    runs/<name>-<time>/
-        config.yaml  versions.json  metrics.jsonl  evaluation.json
-        before_after.png  checkpoint-<update>/  summary.txt
+runs/<name>-<time>/
+    config.yaml  versions.json  metrics.jsonl  evaluation.json
+    before_after.png  checkpoint-<update>/  summary.txt
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def model_source(path: str) -> str:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():
-            raise FileNotFoundError(f"model.path: {path} holds no model_index.json: give the folder of a saved pipeline")
+            raise FileNotFoundError(
+                f"model.path: {path} holds no model_index.json: give the folder of a saved pipeline"
+            )
         return path
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise FileNotFoundError(f"model.path: no folder {path!r}, and it is no hub id of the form owner/name")
@@ -166,7 +168,9 @@ def _open_folder(config: Config, processes: Processes) -> Path:
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
         (folder / "metrics.jsonl").touch()
     except OSError as error:
-        raise OSError(f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder") from error
+        raise OSError(
+            f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder"
+        ) from error
     return folder
 
 

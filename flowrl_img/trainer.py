@@ -73,7 +73,11 @@ class Trainer:
         optimizer = self.config.optimizer
         self.parameters = list(self.weights.trainable.values())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=optimizer.weight_decay
+            self.parameters,
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
         )
 
     def run(self) -> Iterator[Update]:
@@ -156,7 +160,7 @@ class Trainer:
 
     @property
     def _rescores(self) -> bool:
-        """In low precision the network's output depends on batch shapes: the old velocity is taken in the training layout."""
+        """In low precision outputs depend on batch shapes, so the old velocity is taken in the training layout."""
         return self.model.dtype != torch.float32
 
     def _partition(self, scored: Scored) -> list[Tensor]:
@@ -168,7 +172,9 @@ class Trainer:
         place = {index: position // size for position, index in enumerate(order)}
         group_row = {g: k for k, g in enumerate(dict.fromkeys(s.group for s in self._all_samples()))}
         part = torch.tensor([place[group_row[s.group] * config.rollout.group_size + s.image] for s in leaves])
-        return [(part[scored.rollout.edges.leaf] == k).nonzero().flatten() for k in range(config.run.updates_per_rollout)]
+        return [
+            (part[scored.rollout.edges.leaf] == k).nonzero().flatten() for k in range(config.run.updates_per_rollout)
+        ]
 
     def _all_samples(self) -> tuple[Sample, ...]:
         config = self.config

@@ -26,7 +26,9 @@ ADAPTER = "default"
 class WeightSets:
     """`trainable` maps parameter names to float32 parameters; `sets` holds the tensors of the other sets."""
 
-    def __init__(self, network: nn.Module, config: WeightsConfig, default_targets: tuple[str, ...], *, seed: int) -> None:
+    def __init__(
+        self, network: nn.Module, config: WeightsConfig, default_targets: tuple[str, ...], *, seed: int
+    ) -> None:
         """Adds the adapter (or frees the network) in place. ValueError if a LoRA target matches no layer."""
         self.network = network
         self.config = config
@@ -54,10 +56,15 @@ class WeightSets:
         linear = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in linear):
-                suffixes = {".".join(name.split(".")[-2:]) for name in linear} | {name.split(".")[-1] for name in linear}
+                suffixes = {".".join(name.split(".")[-2:]) for name in linear} | {
+                    name.split(".")[-1] for name in linear
+                }
                 suffixes -= {s for s in suffixes if s.isdigit()}
-                raise ValueError(f"weights.lora.targets: {target!r} matches no linear layer; {nearest(target, suffixes)}")
-        self.network.add_adapter(
+                raise ValueError(
+                    f"weights.lora.targets: {target!r} matches no linear layer; {nearest(target, suffixes)}"
+                )
+        network: Any = self.network
+        network.add_adapter(
             LoraConfig(
                 r=self.config.lora.rank, lora_alpha=self.config.lora.alpha, target_modules=list(targets),
                 init_lora_weights="gaussian",
@@ -85,7 +92,7 @@ class WeightSets:
         torch._foreach_lerp_(self.sets[name], [p.data for p in self.trainable.values()], 1 - decay)
 
     def update_ema(self, update: int) -> None:
-        """After optimizer update number `update` (from 1). Decay min((1 + s) / (10 + s), decay), as in published code."""
+        """After optimizer update number `update` (from 1). Its decay is min((1 + s) / (10 + s), decay)."""
         ema = self.config.ema
         if ema is not None and update % ema.every == 0:
             self.average("ema", min((1 + update) / (10 + update), ema.decay))

@@ -109,6 +109,4 @@ def _engine(pid: int) -> Any:
     """One engine for this process: sessions do not survive a fork, and one thread is the fastest per picture."""
     from rapidocr_onnxruntime import RapidOCR
 
-    return RapidOCR(
-        det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1
-    )
+    return RapidOCR(det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1)

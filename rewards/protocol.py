@@ -56,9 +56,7 @@ class RewardBatch:
             return [items[i] for i in index]
 
         groups = None if self.group_ids is None else pick(self.group_ids)
-        return RewardBatch(
-            self.images[list(index)], pick(self.prompts), pick(self.metadata), pick(self.ids), groups
-        )
+        return RewardBatch(self.images[list(index)], pick(self.prompts), pick(self.metadata), pick(self.ids), groups)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Pre-train the embedded model from nothing, on two CPU cores: autoencoder, latents, denoiser, assembly.
 
-Every stage resumes where it was killed; `all` runs what is missing. Work files go to `.work/pico`, the finished pipeline
-to `assets/pico`.
+Every stage resumes where it was killed; `all` runs what is missing. Work files go to `.work/pico`, the finished
+pipeline to `assets/pico`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def latents_stage(folder: Path = WORK, threads: Threads = 2, count: int = POOL) 
     print(f"held-out PSNR {psnr(vae):.2f} dB after folding; channel std before {probe.std((0, 2, 3)).tolist()}")
     tokenizer = architecture.tokenizer()
     pool = encode_all(vae, 0, count)
-    ids = tokenizer([*pool.pop("captions"), ""], padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
+    ids = tokenizer([*pool.pop("captions"), ""], padding="max_length", truncation=True, return_tensors="pt")[
+        "input_ids"
+    ]
     torch.save({**pool, "tokens": ids[:-1], "empty": ids[-1:]}, folder / "latents.pt")
 
 

@@ -62,7 +62,10 @@ class SD3:
         index = StableDiffusion3Pipeline.load_config(path)
         absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if list(index[name]) == [None, None]}
         pipeline = StableDiffusion3Pipeline.from_pretrained(
-            path, dtype={"transformer": weights_dtype, "vae": torch.float32, "default": dtype}, use_safetensors=True, **absent
+            path,
+            dtype={"transformer": weights_dtype, "vae": torch.float32, "default": dtype},
+            use_safetensors=True,
+            **absent,
         )
         pipeline.set_progress_bar_config(disable=True)
         for module in pipeline.components.values():

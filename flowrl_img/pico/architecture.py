@@ -65,7 +65,9 @@ def _merges() -> tuple[dict[str, int], list[tuple[str, str]]]:
     learner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Distinct frequencies leave no ties, so the merges are the same wherever they are learnt.
     corpus = [" ".join([word] * (2 + rank)) for rank, word in enumerate(words())]
-    learner.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", show_progress=False))
+    learner.train_from_iterator(
+        corpus, trainers.BpeTrainer(vocab_size=10_000, end_of_word_suffix="</w>", show_progress=False)
+    )
     learnt = json.loads(learner.to_str())["model"]["merges"]
     vocab = {symbol: index for index, symbol in enumerate([*symbols, *(f"{symbol}</w>" for symbol in symbols)])}
     for left, right in learnt:

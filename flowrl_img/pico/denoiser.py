@@ -67,7 +67,7 @@ class Denoiser(nn.Module):
         self._middle = output[1]
 
     def encode(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """What the stock pipeline feeds the transformer. tokens: [B, L]. Returns context [B, L + 1, D], pooled [B, D]."""
+        """What the stock pipeline feeds the transformer. tokens: [B, L] -> context [B, L + 1, D], pooled [B, D]."""
         outputs = [m(tokens, output_hidden_states=True) for m in (self.text_encoder, self.text_encoder_2)]
         context = torch.cat([o.hidden_states[-2] for o in outputs], dim=-1)
         zeros = context.new_zeros(context.shape[0], architecture.MAX_SEQUENCE_LENGTH, context.shape[2])
@@ -80,13 +80,15 @@ class Denoiser(nn.Module):
         ).sample
 
     def cell_loss(self, cells: Tensor) -> Tensor:
-        """Cross-entropy of the per-cell classes, read from the middle of the last `velocity` call. cells: [B, 3, 8, 8]."""
+        """Cross-entropy of the cell classes, read from the middle of the last `velocity` call. cells: [B, 3, 8, 8]."""
         assert self._middle is not None
         logits = self.head(self._middle).split(CLASSES, dim=-1)
         targets = cells.flatten(2).long().unbind(1)
         # Empty cells outnumber full ones by ten to one.
         weights = [torch.tensor([0.2] + [1.0] * (n - 1)) for n in CLASSES]
-        losses = [F.cross_entropy(z.flatten(0, 1), y.flatten(), w) for z, y, w in zip(logits, targets, weights, strict=True)]
+        losses = [
+            F.cross_entropy(z.flatten(0, 1), y.flatten(), w) for z, y, w in zip(logits, targets, weights, strict=True)
+        ]
         return torch.stack(losses).sum()
 
 
@@ -129,7 +131,9 @@ def ema_copy(net: Denoiser) -> Denoiser:
     return average
 
 
-def train_denoiser(folder: Path, data: dict[str, Any], plan: Schedule, evaluate: Any, minutes: float | None = None) -> Denoiser:
+def train_denoiser(
+    folder: Path, data: dict[str, Any], plan: Schedule, evaluate: Any, minutes: float | None = None
+) -> Denoiser:
     """Train or resume to `plan.steps` (or stop after `minutes`, resumable); returns the averaged network.
 
     data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L]. `evaluate(net) -> dict` is logged every
@@ -181,4 +185,3 @@ def _groups(net: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in net.parameters() if p.ndim > 1]
     rest = [p for p in net.parameters() if p.ndim <= 1]
     return [{"params": matrices, "weight_decay": 1e-3}, {"params": rest, "weight_decay": 0.0}]
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,14 @@ STEPS = 20
 
 
 @torch.no_grad()
-def sample_ode(net: Denoiser, tokens: Tensor, sigmas: Tensor, generator: torch.Generator, guidance: float = 1.0,
-               empty: Tensor | None = None) -> Tensor:
+def sample_ode(
+    net: Denoiser,
+    tokens: Tensor,
+    sigmas: Tensor,
+    generator: torch.Generator,
+    guidance: float = 1.0,
+    empty: Tensor | None = None,
+) -> Tensor:
     """Euler from t = 1 to 0. tokens: [B, L]; sigmas: [N + 1]. Returns latents [B, C, 8, 8]."""
     context, pooled = net.encode(tokens)
     channels = net.transformer.config.in_channels
@@ -26,7 +33,7 @@ def sample_ode(net: Denoiser, tokens: Tensor, sigmas: Tensor, generator: torch.G
     if guidance != 1.0:
         assert empty is not None
         context_0, pooled_0 = (z.expand(len(x), *z.shape[1:]) for z in net.encode(empty))
-    for t, s in zip(sigmas[:-1], sigmas[1:], strict=True):
+    for t, s in pairwise(sigmas):
         times = t.expand(len(x)).float()
         v = net.velocity(x, times, context, pooled)
         if guidance != 1.0:
@@ -47,8 +54,18 @@ def _records(per_task: int, split: str) -> list[dict]:
 
 
 @torch.no_grad()
-def held_out_scores(net: Denoiser, vae: Any, tokenizer: Any, *, per_task: int = 24, signs: int = 32, shift: float = 3.0,
-                    guidance: float = 1.0, seed: int = 1234, split: str = "tune") -> dict[str, float]:
+def held_out_scores(
+    net: Denoiser,
+    vae: Any,
+    tokenizer: Any,
+    *,
+    per_task: int = 24,
+    signs: int = 32,
+    shift: float = 3.0,
+    guidance: float = 1.0,
+    seed: int = 1234,
+    split: str = "tune",
+) -> dict[str, float]:
     """Strict and partial GenEval accuracy and OCR reward of a network, with fixed seeds; per-task strict accuracies."""
     from flowrl_img.rewards.registry import load
     from flowrl_img.rewards.score import score

@@ -20,14 +20,22 @@ __all__ = ["CELLS", "Pool", "cell_labels", "draw", "make_pool"]
 
 CELLS = 8
 # Share of each task: harder ones are seen more often.
-MIX = {"single_object": 0.07, "two_object": 0.15, "counting": 0.20, "colors": 0.09, "position": 0.16, "color_attr": 0.15, "ocr": 0.18}
+MIX = {
+    "single_object": 0.07,
+    "two_object": 0.15,
+    "counting": 0.20,
+    "colors": 0.09,
+    "position": 0.16,
+    "color_attr": 0.15,
+    "ocr": 0.18,
+}
 RICH = 0.4  # share of position scenes whose caption also names the colours
 RECORDS = {task: prompts_of("train", task) for task in MIX if task != "ocr"}
 
 
 @dataclass(frozen=True)
 class Pool:
-    """images: uint8 [N, 64, 64, 3]; captions: N strings; cells: int8 [N, 3, 8, 8] (shape, colour, character; 0 is none)."""
+    """images: uint8 [N, 64, 64, 3]; captions: N strings; cells: int8 [N, 3, 8, 8], see `cell_labels`."""
 
     images: NDArray[np.uint8]
     captions: list[str]
@@ -55,7 +63,7 @@ def _rich_caption(record: dict, scene: Scene) -> str:
 
 
 def cell_labels(scene: Scene) -> NDArray[np.int8]:
-    """What stands at each of 8 x 8 latent cells: int8 [3, 8, 8], shape, colour and character indices from 1, 0 is none."""
+    """What stands at each latent cell: int8 [3, 8, 8], shape, colour and character indices from 1; 0 is none."""
     labels = np.zeros((3, CELLS, CELLS), np.int8)
     centres = (np.arange(CELLS) + 0.5) * SIZE / CELLS
     x, y = np.meshgrid(centres, centres)
@@ -66,7 +74,9 @@ def cell_labels(scene: Scene) -> NDArray[np.int8]:
     if scene.sign is not None:
         for k, character in enumerate(scene.sign.text):
             centre = scene.sign.x + (k - (len(scene.sign.text) - 1) / 2) * CELL
-            labels[2][(np.abs(x - centre) <= CELL / 2) & (np.abs(y - scene.sign.y) <= 12)] = 1 + CHARACTERS.index(character)
+            labels[2][(np.abs(x - centre) <= CELL / 2) & (np.abs(y - scene.sign.y) <= 12)] = 1 + CHARACTERS.index(
+                character
+            )
     return labels
 
 

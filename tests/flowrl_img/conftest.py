@@ -96,7 +96,7 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
 
 @pytest.fixture
 def tiny_trainer(tiny_config: Any) -> Any:
-    """tiny_trainer(random_lora=..., **sections): a Trainer on the tiny model, its adapter optionally off its zero start."""
+    """tiny_trainer(random_lora=..., **sections): a Trainer on the tiny model, with a random adapter unless told."""
     from flowrl_img.parallel import Processes
     from flowrl_img.run import assemble, load_model, load_weights
     from flowrl_img.trainer import Trainer
@@ -109,7 +109,15 @@ def tiny_trainer(tiny_config: Any) -> Any:
         if random_lora:
             shake(weights)
         return Trainer(
-            config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window, Processes()
+            config,
+            model,
+            weights,
+            parts.train,
+            parts.reward,
+            parts.objective,
+            parts.step_rule,
+            parts.window,
+            Processes(),
         )
 
     return make

@@ -70,7 +70,9 @@ def test_stored_states_reproduce_the_noise_that_was_added(tiny_trainer):
     rows = (slice(None), None, None, None)
     mean = table.A[edges.step][rows] * edges.states[edges.at_t] + table.B[edges.step][rows] * edges.v_old
     z = (edges.states[edges.at_s] - mean) / table.std[edges.step][rows]
-    keys = [seeds.key(5, "sde", SAMPLES[k].id, i) for k, i in zip(edges.leaf.tolist(), edges.step.tolist(), strict=True)]
+    keys = [
+        seeds.key(5, "sde", SAMPLES[k].id, i) for k, i in zip(edges.leaf.tolist(), edges.step.tolist(), strict=True)
+    ]
     torch.testing.assert_close(z.float(), seeds.normal(keys, (4, 8, 8)), rtol=0, atol=1e-4)
 
 

@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_metrics(tiny_trainer):
 
 
 def test_equal_rewards_move_nothing_but_weight_decay(tiny_trainer):
-    trainer = tiny_trainer(rewards=[{"name": "test_trainer_rewards:constant"}], optimizer={"weight_decay": 0.0})
+    trainer = tiny_trainer(rewards=[{"name": "sample_rewards:constant"}], optimizer={"weight_decay": 0.0})
     before = [p.detach().clone() for p in trainer.parameters]
     updates = list(trainer.run())
     assert all(u.metrics["grad_norm"] == 0 for u in updates)
@@ -99,7 +99,7 @@ def test_equal_rewards_move_nothing_but_weight_decay(tiny_trainer):
 
 def test_kl_alone_pulls_towards_the_reference(tiny_trainer):
     trainer = tiny_trainer(
-        rewards=[{"name": "test_trainer_rewards:constant"}], objective={"kl_weight": 1.0},
+        rewards=[{"name": "sample_rewards:constant"}], objective={"kl_weight": 1.0},
         optimizer={"lr": 1e-4}, run={"updates_per_rollout": 1, "rollouts": 4},
     )  # fmt: skip
     kl = [u.metrics["kl"] for u in trainer.run()]

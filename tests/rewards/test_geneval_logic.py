@@ -84,9 +84,7 @@ def test_a_missing_reference_fails_the_relation_once_under_both_rules() -> None:
         assert judge(LEFT, RIGHT_CAT, rules=rules).partial == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize(
-    ("cat", "dog", "partial"), [("red", "blue", 1.0), ("red", "red", 0.75), ("blue", "red", 0.5)]
-)
+@pytest.mark.parametrize(("cat", "dog", "partial"), [("red", "blue", 1.0), ("red", "red", 0.75), ("blue", "red", 0.5)])
 def test_color_attribution_scores(cat: str, dog: str, partial: float) -> None:
     verdict = judge(BOTH_COLORS, found("cat"), DOG, colors={"cat": cat, "dog": dog})
     assert verdict.partial == partial

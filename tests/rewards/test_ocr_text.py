@@ -21,7 +21,7 @@ from flowrl_img.rewards.ocr_text import extract_targets, full, join_lines, norma
         ('says "  "', []),
         ("no quotes at all", []),
         ("it's Bob's shop", []),
-        ("a sign that says \"Bob's\"", ["Bob's"]),
+        ('a sign that says "Bob\'s"', ["Bob's"]),
         ('an open "quote', []),
     ],
 )
