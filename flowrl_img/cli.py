@@ -1,4 +1,4 @@
-"""The command line: `flowrl-img train`, `flowrl-img recipes list|show`.
+"""The command line: `flowrl-img train`, `flowrl-img evaluate`, `flowrl-img recipes list|show`.
 
 Nothing heavy is imported before a command needs it. A wrong input ends with `error:` lines on stderr and exit code 2,
 Ctrl-C with 130. FLOWRL_TRACEBACK=1 shows the traceback of a wrong input.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -74,6 +75,23 @@ def train(
 
         code = run_training(config)
     raise typer.Exit(code)
+
+
+@app.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a checkpoint's run folder.")],
+    pictures: Annotated[
+        int, typer.Option(min=1, help="Pictures, equally many per task, drawn with both weights.")
+    ] = 1200,
+    prompts: Annotated[str | None, typer.Option(help="Prompt file; default: the run's evaluation prompts.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Score base and tuned weights of a finished run on paired pictures, with 95 % intervals."""
+    with _reported():
+        from flowrl_img.paired import evaluate_run
+
+        for line in evaluate_run(run, pictures=pictures, prompts=prompts, threads=threads):
+            typer.echo(line)
 
 
 @recipes_app.command("list")

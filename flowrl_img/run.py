@@ -31,7 +31,7 @@ from flowrl_img.parallel import Processes
 from flowrl_img.plan import stochastic_range
 from flowrl_img.prompts import choose_evenly, load_prompts
 from flowrl_img.report import before_after_sheet, summary, time_split
-from flowrl_img.resources import assets
+from flowrl_img.resources import asset
 from flowrl_img.rewards import registry
 from flowrl_img.rewards.score import InvalidScoreError
 from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
@@ -97,7 +97,7 @@ def window_of(window: WindowConfig, steps: int) -> Any:
 def model_source(path: str) -> str:
     """`pico` is the packaged model; a path must exist; anything else of the form owner/name is a hub id."""
     if path == "pico":
-        return str(assets() / "pico")
+        return str(asset("pico/model_index.json").parent)
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "model_index.json").is_file():

@@ -1,4 +1,4 @@
-"""Pre-train the embedded model from nothing, on two CPU cores: autoencoder, latents, denoiser, assembly.
+"""Pre-train the embedded model from nothing, on two CPU cores: autoencoder, latents, denoiser, polish, assembly.
 
 Every stage resumes where it was killed; `all` runs what is missing. Work files go to `.work/pico`, the finished
 pipeline to `assets/pico`.
@@ -18,6 +18,7 @@ import typer
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WORK = Path(".work/pico")
 VAE_STEPS = 2600
+POLISH_STEPS = 1500
 POOL = 80_000
 Threads = Annotated[int, typer.Option(help="CPU threads")]
 
@@ -80,6 +81,21 @@ def denoiser_stage(
     train_denoiser(folder, data, plan, lambda net: held_out_scores(net, vae, tokenizer), minutes)
 
 
+@app.command("polish")
+def polish_stage(folder: Path = WORK, threads: Threads = 2, steps: int = POLISH_STEPS) -> None:
+    """Stage 3: the decoder against the frozen encoder (about 10 minutes)."""
+    from diffusers import AutoencoderKL
+
+    from flowrl_img.pico.autoencoder import psnr
+    from flowrl_img.pico.polish import polish_decoder
+
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    vae = polish_decoder(AutoencoderKL.from_pretrained(folder / "vae"), folder, steps)
+    vae.save_pretrained(folder / "vae_polished")
+    print(f"held-out PSNR {psnr(vae):.2f} dB")
+
+
 @app.command()
 def assemble(folder: Path = WORK, out: Path = Path("assets/pico"), shift: float = 3.0) -> None:
     """Write the pipeline with the averaged weights as safetensors, and the logs beside it."""
@@ -93,7 +109,8 @@ def assemble(folder: Path = WORK, out: Path = Path("assets/pico"), shift: float 
     net.load_state_dict(torch.load(folder / "denoiser.pt", weights_only=True)["average"])
     parts = {name: getattr(net, name) for name in ("transformer", "text_encoder", "text_encoder_2")}
     net.transformer.transformer_blocks[Schedule().aux_layer]._forward_hooks.clear()
-    vae = AutoencoderKL.from_pretrained(folder / "vae")
+    polished = folder / "vae_polished"
+    vae = AutoencoderKL.from_pretrained(polished if polished.exists() else folder / "vae")
     architecture.assemble({**parts, "tokenizer": tokenizer, "vae": vae}, shift).save_pretrained(out)
     for name in ("vae_log.jsonl", "denoiser_log.jsonl"):
         shutil.copy(folder / name, out / name)
@@ -108,6 +125,7 @@ def everything(folder: Path = WORK, threads: Threads = 2) -> None:
     if not (folder / "latents.pt").exists():
         latents_stage(folder, threads)
     denoiser_stage(folder, threads)
+    polish_stage(folder, threads)
     assemble(folder)
 
 

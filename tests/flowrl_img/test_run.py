@@ -1,0 +1,175 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+
+from flowrl_img.cli import main
+
+
+def command(config, tmp_path) -> list[str]:
+    """The tiny configuration as a recipe file for the command line."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude={"name"})))
+    return ["train", str(file)]
+
+
+def code_of(arguments) -> int:
+    with pytest.raises(SystemExit) as left:
+        main(arguments)
+    return left.value.code
+
+
+def test_a_run_leaves_what_it_promises(tiny_config, tmp_path, capsys):
+    assert code_of(command(tiny_config(), tmp_path)) == 0
+    run = tmp_path / "run"
+    names = {p.name for p in run.iterdir()}
+    promised = {"config.yaml", "versions.json", "metrics.jsonl", "evaluations.jsonl", "before_after.png", "summary.txt"}
+    assert promised | {"checkpoint-000004"} <= names
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows] == [1, 2, 3, 4]
+    last = (run / "summary.txt").read_text().splitlines()[-1]
+    assert last.startswith("held-out reward: ")
+    assert "->" in last and "95 %" in last
+    assert last in capsys.readouterr().out
+    assert "sampling" in (run / "summary.txt").read_text()
+
+
+def test_the_same_seed_gives_the_same_metrics_file_but_for_times(tiny_config, tmp_path):
+    found = []
+    for k in range(2):
+        config = tiny_config(run={"folder": str(tmp_path / f"run{k}")})
+        assert code_of(command(config, tmp_path)) == 0
+        rows = [json.loads(line) for line in (tmp_path / f"run{k}" / "metrics.jsonl").read_text().splitlines()]
+        found.append([{k: v for k, v in row.items() if k != "seconds"} for row in rows])
+    assert found[0] == found[1]
+
+
+def test_a_finished_run_is_scored_again_on_more_pictures(tiny_config, tmp_path, capsys):
+    assert code_of(command(tiny_config(), tmp_path)) == 0
+    assert code_of(["evaluate", str(tmp_path / "run"), "--pictures", "8"]) == 0
+    assert "8 paired pictures" in capsys.readouterr().out
+    facts = json.loads(_facts(tmp_path / "run"))
+    assert facts["pictures"] == 8
+    low, high = facts["columns"]["reward"]["gain"][1:]
+    assert low <= facts["columns"]["reward"]["gain"][0] <= high
+
+
+def _facts(run) -> str:
+    (file,) = run.glob("evaluation-*.json")
+    return file.read_text()
+
+
+def test_resuming_continues_the_metrics(tiny_config, tmp_path):
+    first = tiny_config(run={"rollouts": 1, "folder": str(tmp_path / "a")})
+    assert code_of(command(first, tmp_path)) == 0
+    second = tiny_config(run={"rollouts": 2, "folder": str(tmp_path / "b"), "resume": str(tmp_path / "a")})
+    assert code_of(command(second, tmp_path)) == 0
+    whole = tiny_config(run={"rollouts": 2, "folder": str(tmp_path / "c")})
+    assert code_of(command(whole, tmp_path)) == 0
+
+    def metrics(name):
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
+
+    assert metrics("a") + metrics("b") == metrics("c")
+
+
+WRONG = [
+    (["train", "picoo"], "did you mean 'pico'"),
+    (["train", "pico", "rollout.group_sice=4"], "rollout.group_size"),
+    (["train", "pico", "rollout.groups=7", "rollout.group_size=5"], "do not divide"),
+    (["train", "pico", "optimizer.lr=-1e-4"], "optimizer.lr"),
+    (["train", "pico", "model.path=./nowhere"], "no folder './nowhere'"),
+    (["train", "pico", "prompts.train=./nowhere.jsonl"], "no prompt file"),
+    (["train", "pico", "rewards=[{name: genevall}]"], "did you mean 'geneval'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[w[0][-1] for w in WRONG])
+def test_wrong_input_is_one_clear_error_before_any_model(arguments, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert code_of(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("error: ")
+    assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_without_metadata_are_refused_for_geneval(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.txt").write_text("a photo of a ring\n")
+    assert code_of(["train", "pico", "prompts.train=plain.txt"]) == 2
+    assert "plain.txt" in (error := capsys.readouterr().err)
+    assert "include" in error
+
+
+def test_an_empty_prompt_file_and_a_broken_line_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert code_of(["train", "pico", "prompts.train=empty.jsonl"]) == 2
+    assert "holds no prompts" in capsys.readouterr().err
+    (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
+    assert code_of(["train", "pico", "prompts.train=broken.jsonl"]) == 2
+    assert "line 2" in capsys.readouterr().err
+
+
+def test_a_lora_target_that_matches_nothing_is_named(tiny_config, tmp_path, capsys):
+    config = tiny_config(weights={"lora": {"rank": 4, "targets": ("attn.to_w",)}})
+    assert code_of(command(config, tmp_path)) == 2
+    assert "'attn.to_w' matches no linear layer" in capsys.readouterr().err
+
+
+def test_a_run_folder_that_cannot_be_written_is_named(tiny_config, tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    config = tiny_config(run={"folder": str(tmp_path / "file" / "run")})
+    assert code_of(command(config, tmp_path)) == 2
+    assert "cannot write to" in capsys.readouterr().err
+
+
+def test_a_used_run_folder_is_not_overwritten(tiny_config, tmp_path, capsys):
+    assert code_of(command(tiny_config(), tmp_path)) == 0
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert code_of(command(tiny_config(), tmp_path)) == 2
+    assert "already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_full_disk_in_the_middle_says_so_and_keeps_what_was_written(tiny_config, tmp_path, capsys, monkeypatch):
+    import errno
+
+    from flowrl_img import run
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run, "save_checkpoint", full)
+    assert code_of(command(tiny_config(), tmp_path)) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_ctrl_c_leaves_a_usable_run_folder_and_code_130(tiny_config, tmp_path):
+    config = tiny_config(run={"rollouts": 10_000})
+    arguments = command(config, tmp_path)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flowrl_img", *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output.decode()[-2000:]
+    assert b"Traceback" not in output
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    assert manifest["update"] == rows[-1]["update"]
