@@ -86,7 +86,7 @@ def evaluate(
     prompts: Annotated[str | None, typer.Option(help="Prompt file; default: the run's evaluation prompts.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
 ) -> None:
-    """Score base and tuned weights of a finished run on paired pictures, with 95 % intervals."""
+    """Score base and tuned weights of a run on paired pictures."""
     with _reported():
         from flowrl_img.paired import evaluate_run
 
