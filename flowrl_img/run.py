@@ -1,7 +1,7 @@
 """One training run from a configuration to a run folder: the rim, where files, clocks and processes are touched.
 
 runs/<name>-<time>/
-    config.yaml  versions.json  metrics.jsonl  evaluation.json
+    config.yaml  versions.json  metrics.jsonl  evaluations.jsonl
     before_after.png  checkpoint-<update>/  summary.txt
 """
 

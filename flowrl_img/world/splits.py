@@ -2,7 +2,8 @@
 
 What is held out is a *combination*, decided by arithmetic and not by a draw: two objects, position and colour
 attribution go by the unordered pair of shapes, so a pair of the test split never stands together in any training or
-pre-training picture; colours go by (shape, colour); sign texts by a hash of the text.
+pre-training picture; colours go by the (shape, colour) of the prompt, which may still meet in pictures of other tasks;
+sign texts go by a hash of the text.
 Single objects and counts have too few combinations (8 and 24): all splits share their prompts and differ by seeds.
 Pre-training draws from the combinations of the training split alone.
 """
