@@ -1,9 +1,8 @@
-"""Names to objects: one rule for objectives, rewards, step rules, windows and model families.
+"""Names to objects: one rule for objectives, step rules, models, rewards and detectors, with no list to edit.
 
-A name is a dotted path `package.module:Object`, an entry point of the group `flowrl_img.<kind>`, or a built-in module
-of that name. A built-in module exports one object as its first name in `__all__`; the fields of that object (a
-dataclass) are its config section, and their annotations say which values are allowed. Rewards have a rule of the same
-shape of their own (`flowrl_img.rewards.plugins`), since that room stands without this one.
+A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else the built-in module
+of that name, which exports (in `__all__`) one object whose `name` is the module's own. The parameters of that object
+are its config section, and their annotations say which values are allowed. A leaf of the house: every room may use it.
 """
 
 from __future__ import annotations
@@ -11,17 +10,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib
+import inspect
 import pkgutil
-from collections.abc import Iterable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from typing import Any, get_type_hints
 
-__all__ = ["available", "build", "nearest", "resolve"]
+__all__ = ["available", "build", "check_options", "make", "nearest", "resolve"]
 
-PACKAGES = {
+PACKAGES: Mapping[str, str] = {
     "objectives": "flowrl_img.objectives",
     "steps": "flowrl_img.samplers.steps",
     "models": "flowrl_img.models",
+    "rewards": "flowrl_img.rewards",
+    "detectors": "flowrl_img.rewards.detectors",
 }
 
 
@@ -30,70 +32,135 @@ def nearest(word: str, choices: Iterable[str]) -> str:
     known = sorted(choices)
     match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"did you mean {match[0]!r}? " if match else ""
-    return f"{hint}valid: {', '.join(known)}"
+    return f"{hint}valid: {', '.join(known) or 'none'}"
 
 
 def available(kind: str) -> list[str]:
-    """Names of `kind` that need no dotted path: entry points and built-ins."""
-    package = importlib.import_module(PACKAGES[kind])
-    builtin = [m.name for m in pkgutil.iter_modules(package.__path__) if _exported(kind, m.name) is not None]
-    return sorted({*builtin, *(e.name for e in entry_points(group=f"flowrl_img.{kind}"))})
-
-
-def _exported(kind: str, name: str) -> Any:
-    """The object a built-in module exports; None for a module that only holds types, such as the protocol itself."""
-    module = importlib.import_module(f"{PACKAGES[kind]}.{name}")
-    found = getattr(module, module.__all__[0])
-    return None if getattr(found, "_is_protocol", False) else found
+    """Names of `kind` that need no path: entry points and built-ins."""
+    builtin = [name for name in _module_names(kind) if _builtin(kind, name) is not None]
+    return sorted({*builtin, *(point.name for point in metadata.entry_points(group=f"flowrl_img.{kind}"))})
 
 
 def resolve(kind: str, name: str, where: str | None = None) -> Any:
-    """The object behind `name`. Raises ValueError that names the nearest valid one. where: its place in the config."""
-    where = where or kind
+    """The object behind `name`. ValueError names the nearest valid one, or what stops a module from being imported.
+
+    where: its place in the config, for messages; the kind's own word where it is left out.
+    """
+    noun = kind.removesuffix("s")
+    where = where or noun
     if ":" in name:
         module, _, attribute = name.partition(":")
-        try:
-            return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"{where}: cannot load {name!r}: {error}") from error
-    for entry in entry_points(group=f"flowrl_img.{kind}", name=name):
-        return entry.load()
-    if name not in available(kind):
-        raise ValueError(f"{where}: no {kind.removesuffix('s')} is called {name!r}; {nearest(name, available(kind))}")
-    return _exported(kind, name)
+        return _from_path(module, attribute, where)
+    for point in metadata.entry_points(group=f"flowrl_img.{kind}"):
+        if point.name == name:
+            return _from_path(point.module, point.attr, where)
+    if name not in _module_names(kind):
+        known = nearest(name, available(kind))
+        raise ValueError(f"{where}: no {noun} is called {name!r}; {known}, or a path package.module:Object")
+    found = _builtin(kind, name)
+    if found is None:
+        module = f"{PACKAGES[kind]}.{name}"
+        raise ValueError(
+            f"{where}: {module} exports no {noun} (nothing in its __all__ has name = {name!r}); "
+            f"{nearest(name, available(kind))}"
+        )
+    return found
 
 
 def build(kind: str, section: Mapping[str, Any], where: str | None = None) -> Any:
-    """Instantiate `{"name": ..., **fields}`.
-
-    Raises ValueError for an unknown field (naming the nearest valid one) and for a value that its annotation or the
-    object itself refuses. where: the place of the section in the config, for messages.
-    """
-    where = where or kind
+    """The object of `{"name": ..., **options}`; see `resolve` and `make` for what is refused."""
     options = dict(section)
-    target = resolve(kind, options.pop("name"), where)
-    if dataclasses.is_dataclass(target):
-        options = _checked_fields(target, options, where)
+    where = where or kind.removesuffix("s")
+    return make(resolve(kind, options.pop("name"), where), options, where)
+
+
+def make(target: Any, options: Mapping[str, Any], where: str) -> Any:
+    """A class or function called with the options; any other object is ready and takes none.
+
+    ValueError for options that `check_options` or the object itself refuses.
+    """
+    if not (inspect.isclass(target) or inspect.isroutine(target)):
+        if options:
+            raise ValueError(f"{where}: this object is already built and takes no keys, got {', '.join(options)}")
+        return target
+    checked = check_options(target, options, where)
     try:
-        return target(**options)
+        return target(**checked)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _checked_fields(target: Any, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The options converted to the annotated types of the dataclass `target` (lists become tuples)."""
+def check_options(
+    target: Callable[..., Any], options: Mapping[str, Any], where: str, *, skip: int = 0
+) -> dict[str, Any]:
+    """The options as `target` annotates its parameters: lists become tuples, mappings the dataclasses they describe.
+
+    ValueError for an unknown key (naming the nearest), a missing one, and a value that its annotation refuses.
+    skip: leading parameters that are no options.
+    """
+    parameters = list(inspect.signature(target).parameters.values())[skip:]
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    for key in options:
+        if key not in named and not takes_any:
+            raise ValueError(f"{where}: unknown key {key!r}; {nearest(key, named)}")
+    missing = [key for key, p in named.items() if p.default is p.empty and key not in options]
+    if missing:
+        raise ValueError(f"{where}: missing key {', '.join(missing)}")
+    hints = _hints(target)
+    return {key: _converted(value, hints.get(key, Any), f"{where}.{key}") for key, value in options.items()}
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    """Annotations of the parameters of a class or function."""
+    owner = target.__init__ if inspect.isclass(target) and not dataclasses.is_dataclass(target) else target
+    try:
+        return get_type_hints(owner)
+    except NameError:  # a name imported for type checkers alone: no value can be checked against it
+        return {}
+
+
+def _converted(value: Any, hint: Any, where: str) -> Any:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-    fields = {f.name for f in dataclasses.fields(target) if f.init}
-    hints = get_type_hints(target)
-    anything = ConfigDict(arbitrary_types_allowed=True)
-    checked = {}
-    for key, value in options.items():
-        if key not in fields:
-            raise ValueError(f"{where}: unknown key {key!r}; {nearest(key, fields)}")
-        try:
-            checked[key] = TypeAdapter(hints[key], config=anything).validate_python(value)
-        except ValidationError as error:
-            message = error.errors()[0]["msg"].removeprefix("Input ")
-            raise ValueError(f"{where}.{key} = {value!r}: {message}") from None
-    return checked
+    if dataclasses.is_dataclass(hint):
+        if isinstance(value, Mapping):
+            return make(hint, value, where)
+        if not isinstance(value, hint):  # type: ignore[arg-type]
+            keys = ", ".join(field.name for field in dataclasses.fields(hint) if field.init)
+            raise ValueError(f"{where} = {value!r}: should be a mapping with the keys {keys}")
+        return value
+    try:
+        return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True)).validate_python(value)
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Input ")
+        raise ValueError(f"{where} = {value!r}: {message}") from None
+
+
+def _module_names(kind: str) -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(importlib.import_module(PACKAGES[kind]).__path__)]
+
+
+def _builtin(kind: str, name: str) -> Any:
+    """What the module `name` exports under its own name; None for a module that only helps others."""
+    module = importlib.import_module(f"{PACKAGES[kind]}.{name}")
+    exported = [getattr(module, key) for key in getattr(module, "__all__", ())]
+    return next((found for found in exported if getattr(found, "name", None) == name), None)
+
+
+def _from_path(module: str, attribute: str, where: str) -> Any:
+    """`attribute` (dots allowed) of `module`, a missing module told from one whose own imports fail."""
+    if not module or not attribute:
+        raise ValueError(f"{where}: {module}:{attribute} is no path; write package.module:Object")
+    try:
+        found: Any = importlib.import_module(module)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
+            raise ValueError(f"{where}: no module {error.name!r}; is its folder on the Python path?") from error
+        raise ValueError(f"{where}: importing {module!r} failed inside it: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name in dir(found) if not name.startswith("_")]
+            raise ValueError(f"{where}: {module!r} has no {attribute!r}; {nearest(part, names)}")
+        found = getattr(found, part)
+    return found

@@ -49,7 +49,4 @@ def _rewards(section: str, rewards: Sequence[RewardConfig]) -> None:
     for k, reward in enumerate(rewards):
         if names.index(reward.name) != k:
             raise ValueError(f"{section}.{k}: reward {reward.name!r} stands twice; give it once, with one weight")
-        try:
-            registry.load(reward.name, **reward.options())
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{section}.{k}: {error}") from error
+        registry.build({"name": reward.name, **reward.options()}, where=f"{section}.{k}")

@@ -9,14 +9,11 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from flowrl_img import plugins
 from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.plugins import builtin_names, check_options, resolve
 from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, RewardOutput
 
-__all__ = ["FunctionReward", "builtins", "load", "load_mixture"]
-
-PACKAGE = "flowrl_img.rewards"
-GROUP = "flowrl_img.rewards"
+__all__ = ["FunctionReward", "build", "builtins", "load", "load_mixture"]
 
 
 @dataclass(frozen=True)
@@ -54,19 +51,19 @@ def load(name: str, **options: Any) -> Reward:
     The object may be a class (called with the options), a ready reward, or a plain function
     `f(images, prompts, metadata, **options)`. ValueError for an unknown name or option, with the nearest valid one.
     """
-    found = resolve(name, kind="reward", package=PACKAGE, group=GROUP)
-    owner = f"reward '{name}'"
-    if inspect.isclass(found):
-        check_options(found, options, owner=owner)
-        return cast("Reward", found(**options))
-    if hasattr(found, "needs"):
-        if options:
-            raise ValueError(f"{owner} is already built and takes no options, got {sorted(options)}")
-        return cast("Reward", found)
+    return build({"name": name, **options})
+
+
+def build(section: Mapping[str, Any], where: str = "reward") -> Reward:
+    """`load` of a config section `{"name": ..., **options}`. where: its place in the config, for messages."""
+    options = dict(section)
+    name = options.pop("name")
+    found = plugins.resolve("rewards", name, where)
+    if inspect.isclass(found) or hasattr(found, "needs"):
+        return cast("Reward", plugins.make(found, options, where))
     if not callable(found):
-        raise ValueError(f"{owner} must be a class, a reward or a function, got {type(found).__name__}")
-    check_options(found, options, owner=owner, skip=3)
-    return FunctionReward(found, name, options)
+        raise ValueError(f"{where}: {name!r} must be a class, a reward or a function, got {type(found).__name__}")
+    return FunctionReward(found, name, plugins.check_options(found, options, where, skip=3))
 
 
 def load_mixture(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]] | None = None) -> Mixture:
@@ -78,9 +75,10 @@ def load_mixture(weights: Mapping[str, float], options: Mapping[str, Mapping[str
     stray = sorted(options.keys() - weights.keys())
     if stray:
         raise ValueError(f"options for rewards that have no weight: {stray}; valid: {list(weights)}")
-    return Mixture(weights, {name: load(name, **options.get(name, {})) for name in weights})
+    parts = {name: build({"name": name, **options.get(name, {})}, f"reward {name!r}") for name in weights}
+    return Mixture(weights, parts)
 
 
 def builtins() -> list[str]:
     """Names of the built-in rewards."""
-    return builtin_names(PACKAGE)
+    return plugins.available("rewards")

@@ -9,6 +9,7 @@ so clip ranges are small (1e-4 and below at published sizes). Source: Flow-GRPO,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class FlowGRPO:
     kl_weight: float = 0.0
     kl_form: str = "variance"
     detach_uncond: bool = False
+
+    name: ClassVar[str] = "flow_grpo"
 
     def __post_init__(self) -> None:
         low, high = self.clip

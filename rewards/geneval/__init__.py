@@ -5,12 +5,12 @@ The detector and the colour classifier are plug-ins by name; the default pair kn
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
+from flowrl_img import plugins
 from flowrl_img.rewards.geneval.detection import ColorClassifier, Detection, Detector, Picture
 from flowrl_img.rewards.geneval.logic import (
     CORRECTED,
@@ -21,7 +21,6 @@ from flowrl_img.rewards.geneval.logic import (
     evaluate,
     filter_detections,
 )
-from flowrl_img.rewards.plugins import resolve
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, require_keys
 
 __all__ = ["COMPAT", "MODES", "GenEval", "benchmark", "partial", "strict"]
@@ -76,18 +75,19 @@ class GenEval:
 
     @cached_property
     def _detector(self) -> Detector:
-        return cast("Detector", _built(self.detector, "detector"))
+        return cast("Detector", plugins.build("detectors", {"name": self.detector}, "detector"))
 
     @cached_property
     def _color_classifier(self) -> ColorClassifier:
-        return cast("ColorClassifier", _built(self.colors, "colour classifier"))
+        return cast("ColorClassifier", plugins.build("detectors", {"name": self.colors}, "colors"))
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """ValueError for the first line (counted from 1) that does not fit the schema, the detector or the colours."""
         require_keys(self.name, self.needs, metadata)
+        classes, colors = self._detector.classes, self._color_classifier.colors
         for line, row in enumerate(metadata, start=1):
             try:
-                _check(row, self._detector.classes, self._color_classifier.colors)
+                _check(row, classes, colors)
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
 
@@ -112,11 +112,6 @@ class GenEval:
         return evaluate(objects, metadata, colors_of, self.thresholds, COMPAT[self.compat])
 
 
-def _built(name: str, kind: str) -> Any:
-    found = resolve(name, kind=kind, package="flowrl_img.rewards.detectors", group="flowrl_img.detectors")
-    return found() if isinstance(found, type) else found
-
-
 def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None:
     """ValueError when a record asks for what cannot be judged."""
     if not row["include"]:
@@ -138,6 +133,4 @@ def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None
 
 def _known(kind: str, word: str, valid: Sequence[str]) -> None:
     if word not in valid:
-        near = difflib.get_close_matches(word, valid, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {kind} {word!r}{hint}; valid: {sorted(valid)}")
+        raise ValueError(f"unknown {kind} {word!r}; {plugins.nearest(word, valid)}")

@@ -15,6 +15,7 @@ Source: Flow-GRPO, arXiv 2505.05470, Eq. 9, and the endpoint rule of its publish
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class FlowSDE:
     """noise_level: a >= 0. 0 is the Euler ODE; 0.7 is the published default for SD3, 0.9 for FLUX."""
 
     noise_level: float = 0.7
+
+    name: ClassVar[str] = "flow_sde"
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_level < float("inf"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ __all__ = ["ODE"]
 @dataclass(frozen=True)
 class ODE:
     """A = 1, B = dt, std = 0. Equals the step of diffusers' FlowMatchEulerDiscreteScheduler."""
+
+    name: ClassVar[str] = "ode"
 
     def coefficients(self, sigmas: Tensor) -> StepTable:
         """sigmas: float64 [N+1], strictly falling within [0, 1]. Returns a table of N steps."""

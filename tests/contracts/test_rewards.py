@@ -80,5 +80,5 @@ def test_the_name_is_the_file_and_prompts_are_checked_before_a_run(name: str) ->
 
 @every
 def test_an_unknown_option_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="has no option 'modle'"):
+    with pytest.raises(ValueError, match="unknown key 'modle'"):
         registry.load(name, modle="x")

@@ -94,8 +94,8 @@ def test_the_exit_code_is_that_of_the_run(run, trained):
         (["objective.clip_rnge=1"], "objective: unknown key 'clip_rnge'; did you mean 'clip_range'?"),
         (["objective.clip_range=-1"], "objective: clip_range must be positive"),
         (["model.family=sd4"], "model.family: no model is called 'sd4'; did you mean 'sd3'?"),
-        (["rewards.0.name=genevl"], "rewards.0: unknown reward 'genevl', did you mean 'geneval'?"),
-        (["rewards.0.mod=strict"], "rewards.0: reward 'geneval' has no option 'mod', did you mean 'mode'?"),
+        (["rewards.0.name=genevl"], "rewards.0: no reward is called 'genevl'; did you mean 'geneval'?"),
+        (["rewards.0.mod=strict"], "rewards.0: unknown key 'mod'; did you mean 'mode'?"),
         (["pico", "pico-ocr"], "one recipe at a time: 'pico-ocr'"),
     ],
 )

@@ -78,6 +78,12 @@ def test_a_room_imports_only_the_rooms_below_it(room):
         assert not strays, f"{path.relative_to(ROOT)} reaches up to {sorted(strays)}"
 
 
+def test_the_resolver_of_plugins_is_a_leaf_of_the_standard_library():
+    path = ROOT / "flowrl_img" / "plugins.py"
+    assert foreign(imports(path, top_level=True)) == set()
+    assert not {name for name in imports(path, top_level=False) if name.startswith("flowrl_img")}
+
+
 @pytest.mark.parametrize("room", ALLOWED)
 def test_rooms_are_imported_by_their_full_name(room):
     for path in modules(room):

@@ -27,11 +27,11 @@ def test_all_mistakes_are_told_in_one_error():
         ("rewards=[{name: ocr, weight: 0}]", "at least one needs a weight other than 0"),
         ("rewards=[]", "at least one needs a weight other than 0"),
         ("rewards=[{name: ocr}, {name: ocr}]", "rewards.1: reward 'ocr' stands twice"),
-        ("rewards=[{name: jpeg, quality: high}]", "rewards.0: "),
-        ("report_rewards=[{name: oc}]", "report_rewards.0: unknown reward 'oc', did you mean 'ocr'?"),
+        ("rewards=[{name: jpeg, quality: high}]", "rewards.0.quality = 'high': should be a valid integer"),
+        ("report_rewards=[{name: oc}]", "report_rewards.0: no reward is called 'oc'; did you mean 'ocr'?"),
         ("rollout.step.noise_level=much", "rollout.step.noise_level = 'much': should be a valid number"),
         ("objective.clip_range=[0.1]", "objective.clip_range = [0.1]: "),
-        ("objective.name=nowhere:Thing", "objective: cannot load 'nowhere:Thing'"),
+        ("objective.name=nowhere:Thing", "objective: no module 'nowhere'; is its folder on the Python path?"),
     ],
 )
 def test_parts_that_cannot_be_built_are_named(change, expected):

@@ -87,7 +87,7 @@ def test_the_prompts_of_the_world_are_accepted() -> None:
         ({"tag": "x", "include": []}, "name at least one class"),
         ({"tag": "x", "include": [{"class": "circle"}]}, "needs 'class' and 'count'"),
         ({"tag": "x", "include": [{"class": "circle", "count": 0}]}, "at least 1, got 0"),
-        ({"tag": "x", "include": [{"class": "circl", "count": 1}]}, "class 'circl', did you mean 'circle'"),
+        ({"tag": "x", "include": [{"class": "circl", "count": 1}]}, "class 'circl'; did you mean 'circle'"),
         ({"tag": "x", "include": [{"class": "ring", "count": 1, "color": "gray"}]}, "unknown colour 'gray'"),
         ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": ["above", 0]}]}, "an earlier clause"),
         (
@@ -103,5 +103,5 @@ def test_a_record_that_cannot_be_judged_is_refused_with_its_line(row: dict, mess
 
 
 def test_an_unknown_detector_is_an_error_that_names_the_known_one() -> None:
-    with pytest.raises(ValueError, match="unknown detector 'scene', did you mean 'scenes'"):
+    with pytest.raises(ValueError, match="no detector is called 'scene'; did you mean 'scenes'"):
         GenEval(detector="scene").validate(["a"], [CIRCLE])

@@ -50,21 +50,25 @@ def test_a_ready_reward_by_path_is_itself(plugin_module: str) -> None:
 
 
 def test_an_entry_point_comes_before_the_built_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = metadata.EntryPoint("jpeg", "flowrl_img.rewards.ocr:Ocr", registry.GROUP)
-    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == registry.GROUP else [])
+    point = metadata.EntryPoint("jpeg", "flowrl_img.rewards.ocr:Ocr", "flowrl_img.rewards")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [point] if group == "flowrl_img.rewards" else [])
     assert registry.load("jpeg").name == "ocr"
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("jpg", {}, r"unknown reward 'jpg', did you mean 'jpeg'\?; valid: \['geneval', 'jpeg', 'ocr'\]"),
-        ("score", {}, "unknown reward 'score'"),
+        ("jpg", {}, r"no reward is called 'jpg'; did you mean 'jpeg'\? valid: geneval, jpeg, ocr"),
+        ("score", {}, r"flowrl_img\.rewards\.score exports no reward"),
         ("nowhere.at.all:Reward", {}, "no module 'nowhere'"),
-        ("flowrl_img.rewards.jpeg:Jpg", {}, r"has no 'Jpg', did you mean 'Jpeg'\?"),
+        ("flowrl_img.rewards.jpeg:Jpg", {}, r"has no 'Jpg'; did you mean 'Jpeg'\?"),
         ("my_rewards:number", {}, "must be a class, a reward or a function, got int"),
-        ("jpeg", {"qualty": 5}, r"no option 'qualty', did you mean 'quality'\?; valid options: \['mode', 'quality'\]"),
-        ("my_rewards:brightness", {"again": 5}, r"did you mean 'gain'\?; valid options: \['gain'\]"),
+        ("jpeg", {"qualty": 5}, r"unknown key 'qualty'; did you mean 'quality'\? valid: mode, quality"),
+        ("my_rewards:brightness", {"again": 5}, r"unknown key 'again'; did you mean 'gain'\? valid: gain"),
+        ("jpeg", {"quality": "high"}, "reward.quality = 'high': should be a valid integer"),
+        ("my_rewards:brightness", {"gain": "much"}, "reward.gain = 'much': should be a valid number"),
+        ("geneval", {"thresholds": {"scor": 1}}, "reward.thresholds: unknown key 'scor'; did you mean 'score'"),
+        ("geneval", {"thresholds": 0.5}, "should be a mapping with the keys score, counting"),
         ("jpeg", {"mode": "size"}, "compressibility"),
         ("ocr", {"mode": "part"}, "substring"),
         ("geneval", {"mode": "exact"}, "strict"),
