@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from flowrl_img.pico import architecture
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, SHAPES
 
-__all__ = ["Denoiser", "Schedule", "ema_copy", "train_denoiser"]
+__all__ = ["Denoiser", "Schedule", "from_pipeline", "train_denoiser"]
 
 CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 
@@ -92,6 +92,14 @@ class Denoiser(nn.Module):
         return torch.stack(losses).sum()
 
 
+def from_pipeline(pipeline: Any) -> Denoiser:
+    """The network of a saved pipeline; its auxiliary head is new and untrained."""
+    net = Denoiser(pipeline.tokenizer, 0)
+    for name in ("transformer", "text_encoder", "text_encoder_2"):
+        setattr(net, name, getattr(pipeline, name))
+    return net.eval()
+
+
 def _times(count: int, generator: torch.Generator) -> Tensor:
     """Logit-normal times with a uniform sixth, so that t = 1, where sampling starts, is trained too."""
     t = torch.sigmoid(0.2 + 1.1 * torch.randn(count, generator=generator))
@@ -125,12 +133,6 @@ def _guidance(net: Denoiser, x_t: Tensor, t: Tensor, v: Tensor, empty: Tensor) -
     return v.detach() - net.velocity(x_t, t, context.expand(rows, -1, -1), pooled.expand(rows, -1))
 
 
-def ema_copy(net: Denoiser) -> Denoiser:
-    """A frozen copy that holds the running average."""
-    average = copy.deepcopy(net).eval().requires_grad_(False)
-    return average
-
-
 def train_denoiser(
     folder: Path, data: dict[str, Any], plan: Schedule, evaluate: Any, minutes: float | None = None
 ) -> Denoiser:
@@ -141,7 +143,7 @@ def train_denoiser(
     """
     torch.manual_seed(plan.seed)
     net = Denoiser(data["tokenizer"], plan.aux_layer)
-    average = ema_copy(net)
+    average = copy.deepcopy(net).eval().requires_grad_(False)
     optimizer = torch.optim.AdamW(_groups(net), lr=plan.lr, betas=(0.9, 0.99), fused=True)
     state_file, start = folder / "denoiser.pt", 0
     if state_file.exists():
