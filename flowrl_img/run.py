@@ -36,6 +36,7 @@ from flowrl_img.rewards import registry
 from flowrl_img.rewards.score import InvalidScoreError
 from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
 from flowrl_img.seeds import key
+from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
 from flowrl_img.types import PromptSet
 from flowrl_img.weights import WeightSets
@@ -190,6 +191,7 @@ class _Run:
     def __init__(self, config: Config, parts: Parts, processes: Processes, folder: Path) -> None:
         self.config, self.parts, self.processes, self.folder = config, parts, processes, folder
         self.live = Live(config, enabled=processes.is_main)
+        self.tracker = open_tracker(config, folder, enabled=processes.is_main)
         self.began = time.monotonic()
         self.evaluations: dict[str, Evaluation] = {}
 
@@ -216,6 +218,7 @@ class _Run:
             code = FAILED
         if trainer is not None:
             self._finish(trainer, evaluated=code == 0)
+        self.tracker.close()
         self.live.close()
         return code
 
@@ -254,6 +257,7 @@ class _Run:
             return
         with _disk(self.folder), (self.folder / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
+            self.tracker.log(name, row)
 
     def _evaluate(self, trainer: Trainer, label: str, weight_set: str) -> None:
         config = self.config.evaluation

@@ -8,6 +8,7 @@ from typing import TypeVar
 from flowrl_img import plugins
 from flowrl_img.config import Config, RewardConfig
 from flowrl_img.plan import Plan, make_plan
+from flowrl_img.tracking import check_tracker
 
 __all__ = ["validate"]
 
@@ -33,6 +34,7 @@ def validate(config: Config, num_processes: int = 1) -> Plan:
     plan = attempt(lambda: make_plan(config, num_processes, needs))
     attempt(lambda: plugins.build("steps", config.rollout.step.section(), where="rollout.step"))
     attempt(lambda: plugins.resolve("models", config.model.family, where="model.family"))
+    attempt(lambda: check_tracker(config.run.tracker))
     attempt(lambda: _rewards("rewards", config.rewards))
     attempt(lambda: _rewards("report_rewards", config.report_rewards))
     if problems or plan is None:
