@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 from PIL import Image
 from torch import Tensor
 
+from flowrl_img.rewards.known_answers import Better, Example, KnownAnswer
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 
 __all__ = ["MODES", "Jpeg", "encoded_kb"]
@@ -53,6 +55,13 @@ class Jpeg:
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """Any prompt will do."""
+
+    def known_answers(self) -> Sequence[KnownAnswer]:
+        """Noise makes a larger file than one colour, so the two stand in the order of the mode."""
+        flat = Example("a flat grey picture", np.full((64, 64, 3), 128, np.uint8))
+        noise = Example("noise", np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
+        small_is_good = MODES[self.mode](1.0) > MODES[self.mode](2.0)
+        return [Better(flat, noise) if small_is_good else Better(noise, flat)]
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """values: float32 [B]."""

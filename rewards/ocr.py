@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
 from flowrl_img.rewards.ocr_text import MODES, join_lines, normalise, targets_of
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
+from flowrl_img.world import render, scene_for
 
 __all__ = ["Ocr", "read_text"]
 
@@ -52,6 +54,17 @@ class Ocr:
                 targets_of(prompt, row)
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
+
+    def known_answers(self) -> Sequence[KnownAnswer]:
+        """A sign is read, up to one letter; no text is read on a blank picture, and no other text on the sign."""
+        asked, other = {"ocr_target": "HEN7"}, {"ocr_target": "WORLD"}
+        sign = np.asarray(render(scene_for(asked, np.random.default_rng(0))))
+        blank = np.full_like(sign, 128)
+        return [
+            Scores(Example("a drawn sign HEN7, asked for HEN7,", sign, metadata=asked), low=0.75),
+            Scores(Example("a drawn sign HEN7, asked for WORLD,", sign, metadata=other), high=0.5),
+            Scores(Example("a blank picture, asked for HEN7,", blank, metadata=asked), high=0.0),
+        ]
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """values: float32 [B]."""

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowrl_img.rewards.geneval.detection import Box, Detection, Picture
-from flowrl_img.world import COLORS, SHAPES, shape_mask
+from flowrl_img.rewards.protocol import Metadata
+from flowrl_img.world import COLORS, SHAPES, render, scene_for, shape_mask
 
 __all__ = ["UNKNOWN", "Scenes", "background_plane", "fit_score", "shape_ious", "sharpness"]
 
@@ -57,6 +58,20 @@ class Scenes:
     def detect(self, images: Sequence[Picture]) -> list[list[Detection]]:
         """images: uint8 [H, W, 3] RGB each. Every component that resembles a shape at all (score > 0)."""
         return [list(_detections(image.astype(np.float32))) for image in images]
+
+    def known_pictures(self) -> Sequence[tuple[Picture, Metadata]]:
+        """Drawn scenes: one of counts, one of colours and a position."""
+        rows: list[Metadata] = [
+            {"tag": "counting", "include": [{"class": "heart", "count": 3}]},
+            {
+                "tag": "position",
+                "include": [
+                    {"class": "ring", "count": 1, "color": "red"},
+                    {"class": "star", "count": 1, "color": "cyan", "position": ["above", 0]},
+                ],
+            },
+        ]
+        return [(np.asarray(render(scene_for(row, np.random.default_rng(0)))), row) for row in rows]
 
     def classify(self, image: Picture, detections: Sequence[Detection], label: str) -> list[str]:
         """Palette name of each detection, or "unknown"."""

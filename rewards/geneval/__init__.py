@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, cast
 
+import numpy as np
+
 from flowrl_img import plugins
-from flowrl_img.rewards.geneval.detection import ColorClassifier, Detection, Detector, Picture
+from flowrl_img.rewards.geneval.detection import ColorClassifier, Detection, Detector, KnowsPictures, Picture
 from flowrl_img.rewards.geneval.logic import (
     CORRECTED,
     FLOW_GRPO,
@@ -21,6 +23,7 @@ from flowrl_img.rewards.geneval.logic import (
     evaluate,
     filter_detections,
 )
+from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, require_keys
 
 __all__ = ["COMPAT", "MODES", "GenEval", "benchmark", "partial", "strict"]
@@ -91,6 +94,19 @@ class GenEval:
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
 
+    def known_answers(self) -> Sequence[KnownAnswer]:
+        """The detector's own pictures score 1, black ones of their size 0; none where the detector states none."""
+        if not isinstance(self._detector, KnowsPictures):
+            return []
+        answers: list[KnownAnswer] = []
+        for picture, row in self._detector.known_pictures():
+            asked = row if self.detector == self.colors else _without_colors(row)
+            words = "; ".join(str(dict(clause)) for clause in asked["include"])
+            right = Example(f"a picture of {words}", picture, metadata=asked)
+            black = Example(f"a black picture, asked for {words},", np.zeros_like(picture), metadata=asked)
+            answers += [Scores(right, 1.0, 1.0), Scores(black, high=0.0)]
+        return answers
+
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """values: float32 [B]."""
         pictures = [image.numpy() for image in batch.images]
@@ -110,6 +126,11 @@ class GenEval:
 
         objects = filter_detections(found, metadata["tag"], self.thresholds)
         return evaluate(objects, metadata, colors_of, self.thresholds, COMPAT[self.compat])
+
+
+def _without_colors(row: Metadata) -> Metadata:
+    """A detector does not vouch for the colour names of another classifier."""
+    return {**row, "include": [{k: v for k, v in clause.items() if k != "color"} for clause in row["include"]]}
 
 
 def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Box", "ColorClassifier", "Detection", "Detector", "Picture", "box_iou"]
+from flowrl_img.rewards.protocol import Metadata
+
+__all__ = ["Box", "ColorClassifier", "Detection", "Detector", "KnowsPictures", "Picture", "box_iou"]
 
 Box = tuple[float, float, float, float]
 Picture = NDArray[np.uint8]
@@ -38,6 +40,15 @@ class Detector(Protocol):
 
     def detect(self, images: Sequence[Picture]) -> list[list[Detection]]:
         """images: uint8 [H, W, 3] RGB each. One list of detections a picture, of any score and order."""
+        ...
+
+
+@runtime_checkable
+class KnowsPictures(Protocol):
+    """A detector that can be checked at start-up; optional, and the way to notice weights that did not load."""
+
+    def known_pictures(self) -> Sequence[tuple[Picture, Metadata]]:
+        """Pictures that show exactly what their metadata (`tag`, `include`) ask for."""
         ...
 
 

@@ -1,0 +1,86 @@
+"""The alarm for a reward that gives one constant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flowrl_img.rewards.alarm import ConstantAlarm, columns
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.protocol import RewardBatch
+from flowrl_img.rewards.registry import FunctionReward
+from flowrl_img.rewards.score import score
+
+NAN = float("nan")
+
+
+def fed(*rollouts: list[float], alarm: ConstantAlarm | None = None) -> list[bool]:
+    """Whether each rollout rang."""
+    alarm = alarm or ConstantAlarm()
+    return [alarm.observe([{"r": values}]) is not None for values in rollouts]
+
+
+def test_three_constant_rollouts_in_a_row_ring_once() -> None:
+    assert fed(*[[0.0, 0.0]] * 5) == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    "rollouts",
+    [
+        [[0.0, 0.0], [0.0, 0.0], [0.0, 0.1], [0.0, 0.0], [0.0, 0.0]],  # it moved in between
+        [[0.0, 0.0], [0.1, 0.1], [0.2, 0.2], [0.3, 0.3]],  # flat, but each time elsewhere
+        [[0.0, 0.0], [0.0, 0.0], [NAN, NAN]],  # nothing valid: no third constant
+        [[0.0, 0.00001]] * 4,  # small differences still rank
+    ],
+)
+def test_anything_else_does_not_ring(rollouts: list[list[float]]) -> None:
+    assert not any(fed(*rollouts))
+
+
+def test_failures_and_rounding_hide_no_constant() -> None:
+    assert fed([0.3, NAN], [NAN, NAN], [0.3, 0.3], [NAN, 0.3 + 1e-8]) == [False, False, False, True]
+
+
+def test_a_constant_that_begins_late_rings_three_rollouts_later() -> None:
+    assert fed([0.1, 0.2], [0.2, 0.2], [0.2, 0.2], [0.2, 0.2]) == [False, False, False, True]
+
+
+def test_a_rollout_is_constant_only_over_all_processes() -> None:
+    alarm = ConstantAlarm(rollouts=1)
+    assert alarm.observe([{"r": [0.0, 0.0]}, {"r": [1.0, 1.0]}]) is None
+    assert alarm.observe([{"r": [1.0]}, {"r": [1.0]}]) is not None
+
+
+def test_each_part_of_a_mixture_is_watched_under_its_name() -> None:
+    dead = FunctionReward(lambda images, prompts, metadata: [0.25] * len(images), "dead")
+    alive = FunctionReward(lambda images, prompts, metadata: images.float().mean(dim=(1, 2, 3)), "alive")
+    mixture = Mixture({"dead": 1.0, "alive": 1.0}, {"dead": dead, "alive": alive})
+    images = torch.arange(2, dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 4, 4, 3)
+    output = mixture(RewardBatch(images, ["", ""], [{}, {}], ["a", "b"]))
+    assert columns(mixture, output) == {"dead": [0.25, 0.25], "alive": [0.0, 1.0]}
+    warning = ConstantAlarm(rollouts=1).observe([columns(mixture, output)])
+    assert warning is not None and warning.startswith("reward 'dead' gave every picture of 1 rollouts")
+    assert "the same score, 0.25:" in warning and "alive" not in warning
+
+
+def test_a_single_reward_is_watched_under_its_own_name() -> None:
+    reward = FunctionReward(lambda images, prompts, metadata: [0.5, None], "half")
+    output = reward(RewardBatch(torch.zeros(2, 4, 4, 3, dtype=torch.uint8), ["", ""], [{}, {}], ["a", "b"]))
+    [first, second] = columns(reward, output)["half"]
+    assert first == 0.5 and second != second
+
+
+def test_a_picture_that_was_not_scored_at_all_is_left_out() -> None:
+    half = FunctionReward(lambda images, prompts, metadata: [0.5] * len(images), "half")
+    mixture = Mixture({"half": 1.0}, {"half": half})
+    for broken in (slice(0, 1), slice(0, 2)):
+        images = torch.zeros(2, 3, 4, 4)
+        images[broken] = NAN
+        output = score(mixture, images, ["", ""], [{}, {}], ["a", "b"], policy="mask")
+        warning = ConstantAlarm(rollouts=1).observe([columns(mixture, output)])
+        assert (warning is not None) == bool(output.valid.any())
+
+
+def test_an_alarm_of_no_rollouts_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        ConstantAlarm(rollouts=0)

@@ -1,0 +1,131 @@
+"""A reward that contradicts its own examples is refused before a run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flowrl_img.rewards import jpeg, known_answers, ocr, registry
+from flowrl_img.rewards.detectors.scenes import Scenes
+from flowrl_img.rewards.geneval import GenEval
+from flowrl_img.rewards.known_answers import Better, Example, KnownAnswerError, Scores, check
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.protocol import RewardBatch, RewardOutput
+
+BLACK, WHITE = (np.full((4, 4, 3), level, np.uint8) for level in (0, 255))
+
+
+class Brightness:
+    """The mean level times `gain`, in [0, 1]; None is a failure."""
+
+    name = "brightness"
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, gain: float | None = 1.0) -> None:
+        self.gain = gain
+
+    def validate(self, prompts: Any, metadata: Any) -> None: ...
+
+    def known_answers(self) -> Sequence[known_answers.KnownAnswer]:
+        white, black = Example("a white picture", WHITE), Example("a black picture", BLACK)
+        return [Better(white, black), Scores(white, low=0.9, high=1.0)]
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        values = [None if self.gain is None else self.gain * float(i.float().mean()) / 255 for i in batch.images]
+        return RewardOutput.of(values, {"error": ["no lamp" if v is None else None for v in values]})
+
+
+@pytest.mark.parametrize(
+    ("gain", "message"),
+    [
+        (0.0, "reward 'brightness' .* a white picture scored 0 instead of more than a black picture, which scored 0"),
+        (-1.0, "a white picture scored -1 instead of more than a black picture"),
+        (0.5, r"a white picture scored 0\.5 instead of 0\.9 to 1"),
+        (None, "a white picture could not be scored: no lamp"),
+    ],
+)
+def test_a_broken_scorer_is_refused_with_the_picture_and_both_scores(gain: float | None, message: str) -> None:
+    check(Brightness())
+    with pytest.raises(KnownAnswerError, match=message):
+        check(Brightness(gain))
+
+
+def test_each_part_of_a_mixture_is_asked() -> None:
+    check(Mixture({"good": 1.0, "jpeg": 1.0}, {"good": Brightness(), "jpeg": jpeg.Jpeg()}))
+    with pytest.raises(KnownAnswerError, match="a white picture scored 0"):
+        check(Mixture({"jpeg": 1.0, "dark": 0.5}, {"jpeg": jpeg.Jpeg(), "dark": Brightness(0.0)}))
+
+
+def test_a_reward_that_states_nothing_passes() -> None:
+    check(registry.FunctionReward(lambda images, prompts, metadata: [0.0] * len(images), "zero"))
+
+
+@pytest.mark.parametrize("name", registry.builtins())
+def test_every_built_in_states_answers_keeps_them_and_is_quick(name: str) -> None:
+    reward = registry.load(name)
+    assert isinstance(reward, known_answers.StatesAnswers) and reward.known_answers()
+    check(reward)  # the first use loads engines and templates, which a run needs anyway
+    began = time.process_time()
+    check(reward)
+    assert time.process_time() - began < 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "strict"}, {"mode": "benchmark"}, {"compat": "flow_grpo"}])
+def test_geneval_keeps_its_answers_in_every_mode(options: dict[str, str]) -> None:
+    check(GenEval(**options))
+
+
+@pytest.mark.parametrize("quality", [1, 50, 95])
+@pytest.mark.parametrize("mode", list(jpeg.MODES))
+def test_jpeg_keeps_its_answers_in_both_directions(mode: str, quality: int) -> None:
+    check(jpeg.Jpeg(mode, quality))
+
+
+@pytest.mark.parametrize("mode", list(ocr.MODES))
+def test_ocr_keeps_its_answers_in_both_modes(mode: str) -> None:
+    check(ocr.Ocr(mode))
+
+
+class Blind(Scenes):
+    """A detector whose weights did not load."""
+
+    def detect(self, images: Sequence[Any]) -> list[list[Any]]:
+        return [[] for _ in images]
+
+
+class ColorBlind(Scenes):
+    def classify(self, image: Any, detections: Sequence[Any], label: str) -> list[str]:
+        return ["white"] * len(detections)
+
+
+@pytest.fixture
+def my_detectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("my_detectors")
+    module.Blind, module.ColorBlind = Blind, ColorBlind
+    monkeypatch.setitem(sys.modules, "my_detectors", module)
+
+
+def test_a_detector_that_finds_nothing_is_refused(my_detectors: None) -> None:
+    with pytest.raises(KnownAnswerError, match=r"a picture of .*heart.* scored 0 instead of 1\."):
+        check(GenEval(detector="my_detectors:Blind", colors="my_detectors:Blind"))
+
+
+def test_colours_are_asked_of_a_detector_that_names_them_itself_and_of_no_other(my_detectors: None) -> None:
+    with pytest.raises(KnownAnswerError, match="'color': 'red'"):
+        check(GenEval(detector="my_detectors:ColorBlind", colors="my_detectors:ColorBlind"))
+    check(GenEval(colors="my_detectors:ColorBlind"))
+
+
+def test_an_engine_that_reads_nothing_or_always_the_same_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ocr, "read_text", lambda image: "")
+    with pytest.raises(KnownAnswerError, match=r"sign HEN7, asked for HEN7, scored 0 instead of at least 0\.75"):
+        check(ocr.Ocr())
+    monkeypatch.setattr(ocr, "read_text", lambda image: "HEN7")
+    with pytest.raises(KnownAnswerError, match="a blank picture, asked for HEN7, scored 1 instead of at most 0"):
+        check(ocr.Ocr())
