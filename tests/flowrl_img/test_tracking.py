@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flowrl_img import recipes
+from flowrl_img import recipes, run
 from flowrl_img.config import Config, RunConfig
 from flowrl_img.tracking import Tracker, check_tracker, open_tracker
 from flowrl_img.validation import validate
@@ -88,6 +88,19 @@ def test_tensorboard_gets_a_real_event_file_in_the_run_folder(tmp_path: Path) ->
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
     assert [(e.step, e.value) for e in events.Scalars("held_out/means/reward")] == [(2, 0.75)]
+
+
+def test_a_run_logs_every_update_and_both_evaluations(
+    tiny_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = Fake()
+    monkeypatch.setattr(run, "open_tracker", lambda config, folder, enabled: Tracker(fake if enabled else None))
+    assert run.run_training(tiny_config(run={"rollouts": 1})) == 0
+    rewards = [(step, name) for step, values in fake.rows for name in values if name.endswith("/reward")]
+    assert rewards == [
+        (0, "held_out/means/reward"), (1, "train/reward"), (2, "train/reward"), (2, "held_out/means/reward")
+    ]  # fmt: skip
+    assert fake.closed
 
 
 @pytest.fixture
