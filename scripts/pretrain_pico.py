@@ -18,7 +18,7 @@ import typer
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WORK = Path(".work/pico")
 VAE_STEPS = 2600
-POLISH_STEPS = 1500
+POLISH_STEPS = 1000
 POOL = 80_000
 Threads = Annotated[int, typer.Option(help="CPU threads")]
 
@@ -63,7 +63,7 @@ def latents_stage(folder: Path = WORK, threads: Threads = 2, count: int = POOL) 
 
 @app.command("denoiser")
 def denoiser_stage(
-    folder: Path = WORK, threads: Threads = 2, steps: int = 30_000, minutes: float | None = None, aux: float = 0.15
+    folder: Path = WORK, threads: Threads = 2, steps: int = 15_000, minutes: float | None = None, aux: float = 0.15
 ) -> None:
     """Stage 2: transformer and text encoders. `--minutes` stops early and leaves a checkpoint to resume from."""
     from diffusers import AutoencoderKL
@@ -83,7 +83,7 @@ def denoiser_stage(
 
 @app.command("polish")
 def polish_stage(folder: Path = WORK, threads: Threads = 2, steps: int = POLISH_STEPS) -> None:
-    """Stage 3: the decoder against the frozen encoder (about 10 minutes)."""
+    """Stage 3: the decoder against the frozen encoder (about 7 minutes)."""
     from diffusers import AutoencoderKL
 
     from flowrl_img.pico.autoencoder import psnr

@@ -3,7 +3,7 @@
 Two things make it learn in hours on two cores. An auxiliary head reads the shape, colour and character at every latent
 cell from the middle of the network (the world knows them), which teaches binding early; it is thrown away. And in the
 last part of training the target is extrapolated away from the unconditional prediction, v* + w (v(c) - v()), so that
-sampling needs no guidance.
+sampling needs no guidance: v(c) then settles at guidance scale 1 / (1 - w), so w must stay below 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 class Schedule:
     """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero."""
 
-    steps: int = 30_000
+    steps: int = 15_000
     batch: int = 32
     lr: float = 1.5e-3
     warmup: int = 300
@@ -39,10 +39,14 @@ class Schedule:
     caption_drop: float = 0.1
     aux_weight: float = 0.15
     aux_layer: int = 2
-    guided_from: float = 0.75
-    guided_weight: float = 1.0
+    guided_from: float = 0.6
+    guided_weight: float = 0.6
     ema: float = 0.999
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.guided_weight < 1:
+            raise ValueError(f"guided_weight must be in [0, 1): at 1 the target diverges, got {self.guided_weight}")
 
     def lr_at(self, step: int) -> float:
         """Learning rate of step `step`: linear warm-up, constant, linear cool-down."""
@@ -120,7 +124,7 @@ def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: in
     context, pooled = net.encode(tokens)
     v = net.velocity(x_t, t, context, pooled)
     cell_loss = net.cell_loss(data["cells"][rows])
-    if step >= plan.guided_from * plan.steps and plan.guided_weight > 0:
+    if step >= plan.guided_from * plan.steps:
         target = target + plan.guided_weight * _guidance(net, x_t, t, v, data["empty"])
     return (v - target).square().mean(), cell_loss
 
