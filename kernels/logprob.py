@@ -3,15 +3,32 @@ r"""Log-prob, log-ratio and KL of a denoising step, from its moments: a few line
 All are **means** over latent elements, the convention of published code (their sums are D times larger). The moments
 come from `transition_moments`; A, B, std and sigma_t from a `StepTable`, on any device and in any float dtype: they
 are cast to the moments'. std must be positive: a deterministic step has no density, and gives inf or nan here.
+
+`Density` and `Square` are the two conventions of a step's log-prob under one interface, to be chosen by name: the
+Gaussian density, and CPS's minus mean square. A clip range belongs to one of them: their ratios differ by 2 std^2.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["kl", "kl_sigma", "log_prob", "log_ratio"]
+__all__ = [
+    "WEIGHTINGS",
+    "Density",
+    "DeterministicStepError",
+    "Square",
+    "Weighting",
+    "kl",
+    "kl_sigma",
+    "log_prob",
+    "log_ratio",
+    "square_log_prob",
+    "square_log_ratio",
+]
 
 HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
@@ -36,6 +53,23 @@ def log_ratio(DOLD2: Tensor, CROSS: Tensor, B: Tensor, std: Tensor) -> Tensor:
     return (2 * B * CROSS - B**2 * DOLD2) / (2 * std**2)
 
 
+def square_log_prob(E2: Tensor) -> Tensor:
+    """-E2: the density without its 1 / (2 std^2) and its constants. E2: [rows]. Returns [rows].
+
+    Source: Flow-CPS, arXiv 2509.05952, and its published code.
+    """
+    return -E2
+
+
+def square_log_ratio(DOLD2: Tensor, CROSS: Tensor, B: Tensor) -> Tensor:
+    """Difference of two `square_log_prob` values without their cancellation: 2 B CROSS - B^2 DOLD2.
+
+    DOLD2, CROSS, B: [rows]. Returns [rows]. It is 2 std^2 times `log_ratio`.
+    """
+    B = B.to(DOLD2)
+    return 2 * B * CROSS - B**2 * DOLD2
+
+
 def kl(DREF2: Tensor, B: Tensor, std: Tensor) -> Tensor:
     """KL(p || p_ref) of two Gaussians of equal std, per element, in nats: B^2 DREF2 / (2 std^2).
 
@@ -50,3 +84,58 @@ def kl_sigma(DREF2: Tensor, B: Tensor, sigma_t: Tensor) -> Tensor:
     Its published weights (0.04 on SD3) belong to this form. DREF2, B, sigma_t: [rows]. Returns [rows].
     """
     return kl(DREF2, B, sigma_t)
+
+
+class DeterministicStepError(ValueError):
+    """A step of std 0 was asked for a density: it has none, and cannot be trained."""
+
+
+class Weighting(Protocol):
+    """A convention for the log-prob of a step. All arguments [rows]; B and std in any float dtype."""
+
+    def log_prob(self, E2: Tensor, std: Tensor) -> Tensor:
+        """Log-prob of x_s per latent element, up to the convention's own scale and constants."""
+        ...
+
+    def log_ratio(self, DOLD2: Tensor, CROSS: Tensor, B: Tensor, std: Tensor) -> Tensor:
+        """log_prob minus that of the old velocity, in difference form: exactly 0 when the velocities are equal."""
+        ...
+
+
+@dataclass(frozen=True)
+class Density:
+    """The Gaussian density. Raises DeterministicStepError where std is 0: a free check for a std on the host."""
+
+    def log_prob(self, E2: Tensor, std: Tensor) -> Tensor:
+        """See `log_prob`."""
+        _refuse_zero(std)
+        return log_prob(E2, std)
+
+    def log_ratio(self, DOLD2: Tensor, CROSS: Tensor, B: Tensor, std: Tensor) -> Tensor:
+        """See `log_ratio`."""
+        _refuse_zero(std)
+        return log_ratio(DOLD2, CROSS, B, std)
+
+
+@dataclass(frozen=True)
+class Square:
+    """Minus the mean square, whatever the std: late, quiet steps weigh no more than early ones."""
+
+    def log_prob(self, E2: Tensor, std: Tensor) -> Tensor:
+        """See `square_log_prob`."""
+        return square_log_prob(E2)
+
+    def log_ratio(self, DOLD2: Tensor, CROSS: Tensor, B: Tensor, std: Tensor) -> Tensor:
+        """See `square_log_ratio`."""
+        return square_log_ratio(DOLD2, CROSS, B)
+
+
+WEIGHTINGS: dict[str, Weighting] = {"density": Density(), "square": Square()}
+"""By name, for configuration."""
+
+
+def _refuse_zero(std: Tensor) -> None:
+    if not (std > 0).all():
+        raise DeterministicStepError(
+            "a step of std 0 has no density: leave it out of the trained steps, or raise the noise of its step rule"
+        )

@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from flowrl_img.kernels.logprob import kl, kl_sigma, log_prob, log_ratio
+from flowrl_img.kernels.logprob import (
+    WEIGHTINGS,
+    DeterministicStepError,
+    kl,
+    kl_sigma,
+    log_prob,
+    log_ratio,
+)
 from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
 
 ROWS, SHAPE = 3, (3, 4, 16, 16)
@@ -111,3 +118,55 @@ def test_scalars_may_come_from_the_host_in_float64():
     moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
     assert log_prob(moments[:, E2], STD).dtype == torch.float32
     assert log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD).dtype == torch.float32
+
+
+# --- the two conventions -------------------------------------------------------------------------------------------
+
+
+def test_the_square_convention_is_minus_the_mean_squared_deviation():
+    x_t, x_s, v, _, _ = transition(0.3)
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B)
+    deviation = x_s - wide(A) * x_t - wide(B) * v
+    expected = -per_row_mean(deviation**2)
+    torch.testing.assert_close(WEIGHTINGS["square"].log_prob(moments[:, E2], STD), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", WEIGHTINGS)
+def test_each_convention_has_the_ratio_of_its_own_log_probs_in_difference_form(name):
+    x_t, x_s, v, v_old, _ = transition(0.3)
+    weighting = WEIGHTINGS[name]
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    old = transition_moments(v_old, None, 1.0, x_t, x_s, A, B)
+    expected = weighting.log_prob(moments[:, E2], STD) - weighting.log_prob(old[:, E2], STD)
+    found = weighting.log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-13)
+    unmoved = transition_moments(v_old, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    assert not weighting.log_ratio(unmoved[:, DOLD2], unmoved[:, CROSS], B, STD).any()
+
+
+def test_the_square_ratio_is_twice_the_variance_times_the_density_ratio():
+    x_t, x_s, v, v_old, _ = transition(0.3)
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    square, density = (
+        WEIGHTINGS[name].log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD) for name in ("square", "density")
+    )
+    torch.testing.assert_close(square, 2 * STD**2 * density, rtol=1e-12, atol=0)
+
+
+def test_in_float32_the_square_ratio_is_as_sharp_as_the_density_ratio():
+    for seed in range(3):
+        x_t, x_s, v, v_old, _ = transition(1e-4, torch.float32, seed)
+        narrow = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+        exact = transition_moments(v.double(), None, 1.0, x_t, x_s, A, B, v_old=v_old)
+        found, truth = (WEIGHTINGS["square"].log_ratio(m[:, DOLD2], m[:, CROSS], B, STD) for m in (narrow, exact))
+        assert (found.double() - truth).abs().max() < 1e-10
+
+
+def test_a_step_without_noise_has_no_density_but_has_a_square():
+    zero = torch.tensor([0.0, 0.3, 0.3])
+    one = torch.ones(3)
+    with pytest.raises(DeterministicStepError, match="no density"):
+        WEIGHTINGS["density"].log_prob(one, zero)
+    with pytest.raises(DeterministicStepError, match="no density"):
+        WEIGHTINGS["density"].log_ratio(one, one, one, zero)
+    assert WEIGHTINGS["square"].log_prob(one, zero).tolist() == [-1.0] * 3
