@@ -1,4 +1,4 @@
-"""The sampling loop: walk a grid from noise to data, stochastic at chosen steps and by the ODE at all others.
+"""The sampling loop: walk a grid from noise to data, stochastic at chosen steps and deterministic at all others.
 
 Left out: models, guidance, random streams and gradients. The caller gives a velocity and a noise function; both are
 called with the step index, so randomness can be keyed by identity and nothing depends on a hidden counter.
@@ -12,10 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from flowrl_img.kernels.logprob import DeterministicStepError
 from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
 
 __all__ = ["KeptStep", "Noise", "Trajectory", "Velocity", "sample"]
+
+EULER = ODE()
 
 Velocity = Callable[[Tensor, int, float], Tensor]
 """(x_t [B, ...], step index, sigma) -> v [B, ...] of any float dtype, guidance included."""
@@ -57,22 +60,24 @@ def sample(
     stochastic_steps: Collection[int],
     noise: Noise,
     keep: Collection[int] = (),
+    ode: StepRule = EULER,
 ) -> Trajectory:
     """Integrate from sigmas[0] to sigmas[-1].
 
     x_1: [B, ...] float32 start, noise of level sigmas[0] (float64 is kept, for checks). sigmas: float64 [N+1].
-    step_rule acts on `stochastic_steps`; every other step is Euler. `noise` is called for stochastic steps alone.
-    keep: steps to store, each stochastic and with std > 0. Raises ValueError otherwise.
+    step_rule acts on `stochastic_steps`; every other step is `ode`, Euler's for a flow (diffusion: `DDIM(eta=0)`).
+    `noise` is called for stochastic steps alone. keep: steps to store, each stochastic and with std > 0. Raises
+    ValueError otherwise; for std 0 it is a DeterministicStepError.
     """
     if x_1.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"x_1 is {x_1.dtype}: sample in float32 and cast inside the velocity function")
     sigmas = check_sigmas(sigmas)
-    random, euler = step_rule.coefficients(sigmas), ODE().coefficients(sigmas)
+    random, calm = step_rule.coefficients(sigmas), ode.coefficients(sigmas)
     _check_steps(random, set(stochastic_steps), set(keep))
     x, kept = x_1, {}
     for i, sigma in enumerate(sigmas[:-1].tolist()):
         v = _shaped(velocity(x, i, sigma), x, f"velocity at step {i}")
-        x_t, x = x, _mean(random if i in stochastic_steps else euler, i, x, v)
+        x_t, x = x, _mean(random if i in stochastic_steps else calm, i, x, v)
         if i in stochastic_steps:
             x = x + float(random.std[i]) * _shaped(noise(i), x, f"noise of step {i}").to(x.dtype)
         if i in keep:
@@ -97,4 +102,6 @@ def _check_steps(table: StepTable, stochastic: set[int], keep: set[int]) -> None
     if missing := sorted(keep - stochastic):
         raise ValueError(f"steps {missing} are kept but not stochastic: only stochastic steps have a log-prob")
     if silent := sorted(i for i in keep if table.std[i] <= 0):
-        raise ValueError(f"steps {silent} are kept but their std is 0, so log-prob is undefined: raise noise_level")
+        raise DeterministicStepError(
+            f"steps {silent} are kept but their std is 0, so they cannot be trained: raise the noise or leave them out"
+        )

@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from flowrl_img.samplers.steps.table import StepTable, check_sigmas
+from flowrl_img.samplers.steps.table import StepTable, check_sigmas, sde_table
 
 __all__ = ["FlowSDE"]
 
@@ -59,6 +59,4 @@ class FlowSDE:
                 f"a Flow-SDE step on this grid adds {worst:.1f} times noise_level, since it starts just below 1: "
                 "start the grid at 1 exactly, or make its first step shorter"
             )
-        drift = self.noise_level**2 * spread / (2 * t)
-        sigma_t = self.noise_level * spread.sqrt()
-        return StepTable(A=1 + drift * dt, B=(1 + drift * (1 - t)) * dt, std=sigma_t * (-dt).sqrt(), sigma_t=sigma_t)
+        return sde_table(sigmas, self.noise_level * spread.sqrt())

@@ -1,6 +1,8 @@
 """What every step rule produces: p(x_s | x_t) = N(A x_t + B v, std^2), three scalars per step.
 
-Sampling, log-prob, ratio and KL read the same table, so the std that drew x_s is the std that scores it.
+Sampling, log-prob, ratio and KL read the same table, so the std that drew x_s is the std that scores it. Rules come
+in two kinds, each with its one builder: discretised SDEs (`sde_table`) and recombinations of the predicted clean and
+noise parts (`recombine`), which serve flow matching and diffusion alike.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["StepRule", "StepTable", "check_sigmas"]
+__all__ = ["StepRule", "StepTable", "Part", "check_sigmas", "ddim_std", "recombine", "sde_table"]
+
+Part = tuple[Tensor, Tensor]
+"""A quantity that is linear in the state and the network output: (factor of x_t, factor of the output), each [N]."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,13 @@ class StepTable:
     A: Tensor
     """[N] factor of x_t in the mean."""
     B: Tensor
-    """[N] factor of the velocity in the mean; negative, since time runs down."""
+    """[N] factor of the network output in the mean: of the velocity, where it is negative since time runs down, or of
+    whatever a diffusion network predicts."""
     std: Tensor
     """[N] standard deviation of x_s given x_t, sqrt(-dt) included; 0 for a deterministic step."""
     sigma_t: Tensor
-    """[N] diffusion coefficient, std without sqrt(-dt); only the published form of the Flow-GRPO KL reads it."""
+    """[N] diffusion coefficient, std without sqrt(-dt); only the published form of the Flow-GRPO KL reads it. Rules
+    that discretise no SDE (CPS, DDIM) have none and put std here, which makes that form the true KL."""
 
     def rows(self, index: Tensor) -> StepTable:
         """index: [R] int64 step of each row, in [0, N). Returns the same scalars per row, each [R]."""
@@ -52,3 +59,36 @@ def check_sigmas(sigmas: Tensor) -> Tensor:
     if not (sigmas.diff() < 0).all() or sigmas[0] > 1 or sigmas[-1] < 0:
         raise ValueError("sigmas must fall strictly from at most 1 (noise) to at least 0 (data): flip or rescale them")
     return sigmas
+
+
+def sde_table(sigmas: Tensor, sigma_t: Tensor) -> StepTable:
+    r"""One Euler-Maruyama step of the SDE that shares its marginals with the flow, for any diffusion coefficient.
+
+        mean = x_t + [v + sigma_t^2 / (2 t) * (x_t + (1 - t) v)] dt,   std = sigma_t sqrt(-dt)
+
+    sigmas: float64 [N+1], checked. sigma_t: [N], finite. x_t + (1 - t) v is the predicted noise, -t times the score.
+    Source: Flow-GRPO, arXiv 2505.05470, Eq. 9; DanceGRPO, arXiv 2505.07818, whose SDE is the same one.
+    """
+    t, dt = sigmas[:-1], sigmas.diff()
+    drift = sigma_t**2 / (2 * t)
+    return StepTable(A=1 + drift * dt, B=(1 + drift * (1 - t)) * dt, std=sigma_t * (-dt).sqrt(), sigma_t=sigma_t)
+
+
+def recombine(x0: Part, eps: Part, alpha_s: Tensor, direction: Tensor, std: Tensor) -> StepTable:
+    """mean = alpha_s x0 + direction eps, of the predicted clean part x0 and noise part eps of x_t. All [N]."""
+    A = alpha_s * x0[0] + direction * eps[0]
+    B = alpha_s * x0[1] + direction * eps[1]
+    return StepTable(A=A, B=B, std=std, sigma_t=std)
+
+
+def ddim_std(eta: float, alpha: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:
+    r"""(std, direction) of DDIM: eta times the std of x_s given x_t and x0, and what is left of the noise level s.
+
+        std^2 = eta^2 s^2 (1 - (alpha_t s / (alpha_s t))^2),   direction^2 = s^2 - std^2
+
+    for x_t = alpha_t x0 + t eps; with alpha^2 + t^2 = 1 it is eta^2 (1 - a_s) / (1 - a_t) (1 - a_t / a_s), a = alpha^2.
+    alpha, sigmas: [N+1]. Source: DDIM, arXiv 2010.02502, Eq. 16, in a form that no rescaling of x changes.
+    """
+    t, s = sigmas[:-1], sigmas[1:]
+    fresh = eta**2 * (1 - (alpha[:-1] * s / (alpha[1:] * t)) ** 2)
+    return s * fresh.sqrt(), s * (1 - fresh).sqrt()
