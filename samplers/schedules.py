@@ -4,7 +4,8 @@ A table is a float64 tensor [N+1]. Its values are the float32 numbers that the s
 widened, so that the timesteps fed to the network (1000 * sigma) are the pipeline's own, bit for bit. It is made
 once per rollout and indexed by integer step from then on; nothing here looks a sigma up by its value.
 
-Left out: grids of the DPM and Karras families. `scheduler_sigmas` returns whatever a configured scheduler makes.
+Left out: Karras grids (`scheduler_sigmas` returns whatever a configured scheduler makes) and the grids of diffusion
+models, which are in `diffusion.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["flow_match_sigmas", "flux_sigmas", "scheduler_sigmas", "token_shift", "uniform_sigmas"]
+__all__ = [
+    "dpm_flow_sigmas",
+    "flow_match_sigmas",
+    "flux_sigmas",
+    "qwen_image_sigmas",
+    "scheduler_sigmas",
+    "token_shift",
+    "uniform_sigmas",
+]
 
 
 def uniform_sigmas(num_steps: int) -> list[float]:
@@ -59,9 +68,43 @@ def flux_sigmas(
     Returns float64 [N+1], strictly falling from 1 to 0.
     Source: diffusers FluxPipeline and FlowMatchEulerDiscreteScheduler with dynamic shifting.
     """
-    mu = token_shift(num_tokens, base_shift, max_shift, base_tokens, max_tokens)
-    levels = np.array(uniform_sigmas(num_steps)).astype(np.float32)
-    return _with_zero(math.exp(mu) / (math.exp(mu) + (1 / levels - 1)))
+    return _with_zero(
+        _token_shifted(num_steps, token_shift(num_tokens, base_shift, max_shift, base_tokens, max_tokens))
+    )
+
+
+def qwen_image_sigmas(
+    num_steps: int,
+    num_tokens: int,
+    *,
+    base_shift: float = 0.5,
+    max_shift: float = 0.9,
+    base_tokens: int = 256,
+    max_tokens: int = 8192,
+    terminal: float = 0.02,
+) -> Tensor:
+    """The grid of the Qwen-Image pipeline: FLUX with another line for mu, stretched to end at `terminal`, then 0.
+
+    num_tokens: packed latent tokens, (height / 16) * (width / 16) in pixels. num_steps >= 2, since a single level
+    cannot both start at 1 and end at `terminal`. Returns float64 [N+1], strictly falling from 1 to 0.
+    Source: diffusers QwenImagePipeline and its scheduler's configuration (dynamic shifting with a shift_terminal).
+    """
+    if num_steps < 2:
+        raise ValueError(f"num_steps must be at least 2 for a stretched grid, got {num_steps}")
+    levels = _token_shifted(num_steps, token_shift(num_tokens, base_shift, max_shift, base_tokens, max_tokens))
+    clean = 1 - levels
+    return _with_zero(1 - clean / (clean[-1] / (1 - terminal)))
+
+
+def dpm_flow_sigmas(num_steps: int, *, shift: float = 3.0, num_train_timesteps: int = 1000) -> Tensor:
+    """The flow grid of diffusers' DPM-Solver scheduler: shifted levels of a line from 1 - 1/1000, then 0.
+
+    It starts just below 1, so Flow-SDE refuses it. DGPO rolls out on it (and trains at its timesteps cut to integers).
+    Source: diffusers DPMSolverMultistepScheduler.set_timesteps with use_flow_sigmas.
+    """
+    _check_steps(num_steps)
+    line = (1 - np.linspace(1, 1 / num_train_timesteps, num_steps + 1))[::-1]
+    return _with_zero(_shifted(line, shift)[:-1].copy())
 
 
 def token_shift(num_tokens: int, base_shift: float, max_shift: float, base_tokens: int, max_tokens: int) -> float:
@@ -98,6 +141,12 @@ def scheduler_sigmas(
     if sigmas.shape != (num_steps + 1,):
         raise ValueError(f"asked for {num_steps} steps but the scheduler made {len(sigmas) - 1}: check `levels`")
     return sigmas
+
+
+def _token_shifted(num_steps: int, mu: float) -> Any:
+    """e^mu / (e^mu + 1/sigma - 1) of 1 ... 1/N, in float32 as the stock scheduler computes it."""
+    levels = np.array(uniform_sigmas(num_steps)).astype(np.float32)
+    return math.exp(mu) / (math.exp(mu) + (1 / levels - 1))
 
 
 def _shifted(sigma: Any, shift: float) -> Any:
