@@ -7,10 +7,20 @@ steps, whichever process draws them. No object here holds state or touches a ran
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["AllSteps", "ListedSteps", "ProgressiveWindow", "RandomWindow", "StepChoice"]
+__all__ = [
+    "AllSteps",
+    "DecayWindow",
+    "ExponentialWindow",
+    "ListedSteps",
+    "ProgressiveWindow",
+    "RandomWindow",
+    "StepChoice",
+]
 
 
 class StepChoice(Protocol):
@@ -104,6 +114,78 @@ class ProgressiveWindow:
         starts = _starts(self.size, self.range, num_steps)
         start = starts[(iteration // self.every) * self.stride % len(starts)]
         return tuple(range(start, start + self.size))
+
+
+@dataclass(frozen=True)
+class DecayWindow:
+    """A progressive window that stays longer among the noisy steps: `longest` iterations at lo, fewer further down.
+
+    At start l it stays max(shortest, floor(longest (1 - p) + shortest p)) iterations, p = (l - lo) / (hi - lo); then it
+    moves by `stride`, and after the last start wraps to lo.
+    Source: the "decay" strategy of MixGRPO's code. Its window runs past the end of the range, short or empty.
+    """
+
+    size: int
+    range: tuple[int, int]
+    longest: int
+    shortest: int = 1
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        _check_window(self.size, self.range, self.shortest)
+        if self.longest < self.shortest or self.stride < 1:
+            raise ValueError(
+                f"longest must be at least shortest and stride at least 1, got longest={self.longest}, "
+                f"shortest={self.shortest}, stride={self.stride}"
+            )
+
+    def steps(self, num_steps: int, *, seed: int, iteration: int) -> tuple[int, ...]:
+        """num_steps: N >= hi. Returns `size` neighbouring indices in [lo, hi)."""
+        lo, hi = self.range
+        starts = _starts(self.size, self.range, num_steps)[:: self.stride]
+        shares = [(start - lo) / (hi - lo) for start in starts]
+        stays = [max(self.shortest, int(self.longest * (1 - p) + self.shortest * p)) for p in shares]
+        start = starts[_visit(stays, iteration)]
+        return tuple(range(start, start + self.size))
+
+
+@dataclass(frozen=True)
+class ExponentialWindow:
+    """A progressive window that stays ceil(longest e^(-rate max(0, l - knee))) iterations at start l, then wraps.
+
+    Source: the "exp_decay" strategy of MixGRPO's code, whose defaults are rate 0.1 and knee 13 of 25 steps.
+    """
+
+    size: int
+    range: tuple[int, int]
+    longest: int
+    rate: float = 0.1
+    knee: int = 13
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        _check_window(self.size, self.range, self.longest)
+        if self.rate < 0 or self.stride < 1:
+            raise ValueError(
+                f"rate must be at least 0 and stride at least 1, got rate={self.rate}, stride={self.stride}"
+            )
+
+    def steps(self, num_steps: int, *, seed: int, iteration: int) -> tuple[int, ...]:
+        """num_steps: N >= hi. Returns `size` neighbouring indices in [lo, hi)."""
+        starts = _starts(self.size, self.range, num_steps)[:: self.stride]
+        stays = [math.ceil(self.longest * math.exp(-self.rate * max(0, start - self.knee))) for start in starts]
+        start = starts[_visit(stays, iteration)]
+        return tuple(range(start, start + self.size))
+
+
+def _visit(stays: Sequence[int], iteration: int) -> int:
+    """Which of the places, visited in turn for `stays` iterations each and then again, `iteration` falls on."""
+    left = iteration % sum(stays)
+    for place, stay in enumerate(stays):
+        if left < stay:
+            return place
+        left -= stay
+    raise AssertionError("unreachable: iteration % total is below the total")
 
 
 def _check_window(size: int, bounds: tuple[int, int], every: int) -> None:
