@@ -1,10 +1,30 @@
 """The grids are the stock pipelines' own, bit for bit, and making one disturbs nothing."""
 
+import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
 
-from flowrl_img.samplers.schedules import flow_match_sigmas, flux_sigmas, scheduler_sigmas, uniform_sigmas
+from flowrl_img.samplers.schedules import (
+    dpm_flow_sigmas,
+    flow_match_sigmas,
+    flux_sigmas,
+    qwen_image_sigmas,
+    scheduler_sigmas,
+    uniform_sigmas,
+)
+
+QWEN_IMAGE = {  # the scheduler configuration of the Qwen-Image release
+    "use_dynamic_shifting": True,
+    "time_shift_type": "exponential",
+    "base_shift": 0.5,
+    "max_shift": 0.9,
+    "base_image_seq_len": 256,
+    "max_image_seq_len": 8192,
+    "shift": 1.0,
+    "shift_terminal": 0.02,
+}
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 4, 10, 28, 40])
@@ -23,6 +43,22 @@ def test_flux_grid_is_bitwise_that_of_the_scheduler(num_steps, num_tokens):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True)
     expected = scheduler_sigmas(scheduler, num_steps, num_tokens, levels=uniform_sigmas(num_steps))
     assert torch.equal(flux_sigmas(num_steps, num_tokens), expected)
+
+
+@pytest.mark.parametrize("num_steps", [2, 10, 50])
+@pytest.mark.parametrize("num_tokens", [1024, 4096, 6032])
+def test_qwen_image_grid_is_bitwise_that_of_the_pipeline(num_steps, num_tokens):
+    scheduler = FlowMatchEulerDiscreteScheduler(**QWEN_IMAGE)
+    mu = calculate_shift(num_tokens, 256, 8192, 0.5, 0.9)
+    retrieve_timesteps(scheduler, num_steps, "cpu", sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+    sigmas = qwen_image_sigmas(num_steps, num_tokens)
+    assert torch.equal(sigmas, scheduler.sigmas.double())
+    assert sigmas[-2].item() == pytest.approx(0.02, abs=1e-6)
+    assert torch.equal(sigmas, scheduler_sigmas(scheduler, num_steps, num_tokens, levels=uniform_sigmas(num_steps)))
+
+
+def test_dpm_flow_grid_matches_golden_numbers(golden):
+    golden("schedules", "dpm_flow_shift3_N10").check("sigmas", dpm_flow_sigmas(10))
 
 
 @pytest.mark.parametrize("num_steps", [4, 10, 28, 40])
@@ -68,7 +104,16 @@ def test_a_scheduler_that_runs_from_data_to_noise_is_refused():
         scheduler_sigmas(FlowMatchEulerDiscreteScheduler(invert_sigmas=True), 4)
 
 
-@pytest.mark.parametrize("make", [flow_match_sigmas, uniform_sigmas, lambda n: flux_sigmas(n, 256)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        flow_match_sigmas,
+        uniform_sigmas,
+        dpm_flow_sigmas,
+        lambda n: flux_sigmas(n, 256),
+        lambda n: qwen_image_sigmas(n + 1, 256),
+    ],
+)
 def test_a_grid_of_no_steps_is_refused(make):
     with pytest.raises(ValueError, match="num_steps"):
         make(0)

@@ -1,10 +1,27 @@
 """Windows are pure functions of (seed, iteration), stay in range, slide and wrap."""
 
+import itertools
+from functools import partial
+
 import pytest
 
-from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
+from flowrl_img.samplers.windows import (
+    AllSteps,
+    DecayWindow,
+    ExponentialWindow,
+    ListedSteps,
+    ProgressiveWindow,
+    RandomWindow,
+)
 
-CHOICES = [AllSteps(), ListedSteps((1, 4)), RandomWindow(2, (1, 6), every=2), ProgressiveWindow(2, (1, 6), every=3)]
+CHOICES = [
+    AllSteps(),
+    ListedSteps((1, 4)),
+    RandomWindow(2, (1, 6), every=2),
+    ProgressiveWindow(2, (1, 6), every=3),
+    DecayWindow(2, (1, 6), longest=4, shortest=1),
+    ExponentialWindow(2, (1, 6), longest=3, rate=0.5, knee=2),
+]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda c: type(c).__name__)
@@ -47,7 +64,29 @@ def test_a_progressive_window_slides_and_wraps():
     assert [strided.steps(6, seed=0, iteration=i) for i in range(3)] == [(0, 1), (2, 3), (4, 5)]
 
 
-@pytest.mark.parametrize("kind", [RandomWindow, ProgressiveWindow])
+def visits(window, num_steps, iterations):
+    """(start, how many iterations in a row) of a window, from iteration 0."""
+    starts = [window.steps(num_steps, seed=0, iteration=i)[0] for i in range(iterations)]
+    return [(start, len(list(run))) for start, run in itertools.groupby(starts)]
+
+
+def test_a_decay_window_stays_longer_among_the_noisy_steps_and_wraps():
+    # p = 0, 1/4, 2/4, 3/4 of [0, 4): floor(8 - 6 p), at least 2
+    window = DecayWindow(size=1, range=(0, 4), longest=8, shortest=2)
+    assert visits(window, 4, 44) == [(0, 8), (1, 6), (2, 5), (3, 3)] * 2
+    strided = DecayWindow(size=2, range=(1, 7), longest=3, shortest=3, stride=2)
+    assert visits(strided, 7, 9) == [(1, 3), (3, 3), (5, 3)]
+
+
+def test_an_exponential_window_stays_equally_long_up_to_its_knee():
+    # 10 e^(-0.5 (l - 2)): 10, 10, 10, 6.07, 3.68
+    window = ExponentialWindow(size=1, range=(0, 5), longest=10, rate=0.5, knee=2)
+    assert visits(window, 5, 41) == [(0, 10), (1, 10), (2, 10), (3, 7), (4, 4)]
+
+
+@pytest.mark.parametrize(
+    "kind", [RandomWindow, ProgressiveWindow, partial(DecayWindow, longest=3), partial(ExponentialWindow, longest=2)]
+)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_windows_fill_their_range_and_never_leave_it(kind, size):
     seen = {step for i in range(200) for step in kind(size, (2, 6)).steps(8, seed=1, iteration=i)}
@@ -63,6 +102,13 @@ def test_windows_fill_their_range_and_never_leave_it(kind, size):
         lambda: RandomWindow(1, (-1, 4)),
         lambda: RandomWindow(2, (0, 9)).steps(8, seed=0, iteration=0),
         lambda: ProgressiveWindow(1, (0, 4), stride=0),
+        lambda: DecayWindow(2, (0, 4), longest=1, shortest=2),
+        lambda: DecayWindow(2, (0, 4), longest=1, stride=0),
+        lambda: DecayWindow(2, (0, 4), longest=1, shortest=0),
+        lambda: DecayWindow(2, (0, 9), longest=1).steps(8, seed=0, iteration=0),
+        lambda: ExponentialWindow(2, (0, 4), longest=0),
+        lambda: ExponentialWindow(2, (0, 4), longest=1, rate=-1.0),
+        lambda: ExponentialWindow(2, (0, 4), longest=1, stride=0),
         lambda: AllSteps(skip_last=4).steps(4, seed=0, iteration=0),
         lambda: AllSteps(skip_last=-1),
         lambda: ListedSteps(()),

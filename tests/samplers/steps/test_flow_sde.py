@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
+from gaussian_target import C, M, line, propagate
 
 from flowrl_img.kernels.logprob import kl, kl_sigma, log_prob, log_ratio
 from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
-from flowrl_img.samplers.loop import sample
 from flowrl_img.samplers.schedules import flow_match_sigmas
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.samplers.steps.ode import ODE
@@ -157,46 +157,7 @@ def test_guided_gradients_match_golden_numbers(golden, detached):
     assert detached == (uncond.grad is None)
 
 
-# --- laws on the Gaussian target x0 ~ N(M, C^2), whose velocity is known -------------------------------------------
-
-M, C = 1.5, 0.5
-
-
-def slope(t):
-    """v(x, t) = slope (x - (1 - t) M) - M, from E[eps - x0 | x_t] of jointly Gaussian variables."""
-    return (t - (1 - t) * C**2) / ((1 - t) ** 2 * C**2 + t**2)
-
-
-def exact_velocity(x, i, t):
-    return slope(t) * (x - (1 - t) * M) - M
-
-
-def propagate(table, sigmas):
-    """Mean and variance of the final state, by the linear recursion that every step rule obeys on this target."""
-    mean, variance = 0.0, 1.0
-    for A, B, std, t in zip(*(x.tolist() for x in (table.A, table.B, table.std, sigmas[:-1])), strict=True):
-        mean = A * mean + B * exact_velocity(mean, 0, t)
-        variance = (A + B * slope(t)) ** 2 * variance + std**2
-    return mean, variance
-
-
-@pytest.mark.parametrize("noise_level", [0.0, 0.7, 1.2])
-def test_sampled_moments_follow_the_linear_recursion(noise_level):
-    sigmas, n = flow_match_sigmas(10), 20_000
-    stream = torch.Generator().manual_seed(0)
-    x_1 = torch.randn(n, 1, dtype=torch.float64, generator=stream)
-    x0 = sample(
-        exact_velocity,
-        x_1,
-        sigmas,
-        FlowSDE(noise_level),
-        range(10),
-        lambda i: torch.randn(n, 1, dtype=torch.float64, generator=stream),
-    ).x0
-    mean, variance = propagate(FlowSDE(noise_level).coefficients(sigmas), sigmas)
-    # 4 standard errors: sqrt(variance / n) of the mean, sqrt(2 / n) relative of the variance
-    assert x0.mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / n))
-    assert x0.var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / n))
+# --- a law on the Gaussian target, beside those of tests/contracts/test_steps.py -------------------------------------
 
 
 @pytest.mark.parametrize(("noise_level", "num_steps", "order"), [(0.0, 400, 1.0), (1.2, 400, 1.0), (0.7, 25_600, 0.49)])
@@ -204,7 +165,7 @@ def test_the_marginal_law_is_kept_as_steps_shrink(noise_level, num_steps, order)
     """The order is 1, except that the endpoint rule at t = 1 leaves an error that decays as N^(-noise_level^2)."""
     errors = []
     for n in (num_steps, 2 * num_steps):
-        sigmas = torch.linspace(1, 0, n + 1, dtype=torch.float64)
+        sigmas = line(n)
         mean, variance = propagate(FlowSDE(noise_level).coefficients(sigmas), sigmas)
         assert mean == pytest.approx(M, abs=1e-10)
         errors.append(abs(math.sqrt(variance) - C))

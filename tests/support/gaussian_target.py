@@ -1,0 +1,39 @@
+"""The target x0 ~ N(M, C^2): its velocity is known, and every step rule is a linear recursion of two moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+M, C = 1.5, 0.5
+
+
+def slope(t: float) -> float:
+    """v(x, t) = slope (x - (1 - t) M) - M, from E[eps - x0 | x_t] of jointly Gaussian variables."""
+    return (t - (1 - t) * C**2) / ((1 - t) ** 2 * C**2 + t**2)
+
+
+def exact_velocity(x: Any, i: int, t: float) -> Any:
+    """v of the flow x_t = (1 - t) x0 + t eps at state x."""
+    return slope(t) * (x - (1 - t) * M) - M
+
+
+def propagate(table: Any, sigmas: Tensor, mean: float = 0.0, variance: float = 1.0) -> tuple[float, float]:
+    """Mean and variance of the final state of a step rule, from those of the first."""
+    for A, B, std, t in zip(*(x.tolist() for x in (table.A, table.B, table.std, sigmas[:-1]))):
+        mean = A * mean + B * exact_velocity(mean, 0, t)
+        variance = (A + B * slope(t)) ** 2 * variance + std**2
+    return mean, variance
+
+
+def exact_state(x: Tensor, t: float, s: float) -> Tensor:
+    """Where the probability-flow ODE carries x from t to s: the same number of deviations from the mean."""
+    deviations = [((1 - r) ** 2 * C**2 + r**2) ** 0.5 for r in (t, s)]
+    return (1 - s) * M + (x - (1 - t) * M) * deviations[1] / deviations[0]
+
+
+def line(num_steps: int, start: float = 1.0, end: float = 0.0) -> Tensor:
+    """Evenly spaced levels, float64 [N+1]."""
+    return torch.linspace(start, end, num_steps + 1, dtype=torch.float64)
