@@ -32,7 +32,7 @@ from flowrl_img.plan import stochastic_range
 from flowrl_img.prompts import choose_evenly, load_prompts
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
-from flowrl_img.rewards import registry
+from flowrl_img.rewards import known_answers, registry
 from flowrl_img.rewards.score import InvalidScoreError
 from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
 from flowrl_img.seeds import key
@@ -72,6 +72,8 @@ def assemble(config: Config) -> Parts:
                 scorer.validate(prompts.texts, prompts.metadata)
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
+    for scorer in (reward, *report.values()):
+        known_answers.check(scorer)
     return Parts(
         train, held_out, reward, report,
         plugins.build("objectives", config.objective.section(), where="objective"),
@@ -226,7 +228,7 @@ class _Run:
         parts = self.parts
         return Trainer(
             self.config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window,
-            self.processes, progress=self.live.phase,
+            self.processes, progress=self.live.phase, warn=self.live.say,
         )  # fmt: skip
 
     def _updates(self, trainer: Trainer) -> None:

@@ -24,6 +24,7 @@ from flowrl_img.kernels.transition import transition_moments
 from flowrl_img.mismatch import NonFiniteError, check_first_update
 from flowrl_img.parallel import Processes
 from flowrl_img.prompts import draw_samples
+from flowrl_img.rewards.alarm import ConstantAlarm, columns
 from flowrl_img.rewards.score import score
 from flowrl_img.rollout import roll
 from flowrl_img.types import Edges, Moments, Points, PromptSet, Rollout, Sample
@@ -65,6 +66,8 @@ class Trainer:
     window: Any
     processes: Processes
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
+    warn: Callable[[str], None] = lambda text: None
+    alarm: ConstantAlarm = field(default_factory=ConstantAlarm)
     update: int = 0
     rollout: int = 0
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -119,6 +122,8 @@ class Trainer:
             [self.prompts.texts[s.prompt] for s in samples], [self.prompts.metadata[s.prompt] for s in samples],
             [s.id for s in samples], policy=self.config.run.reward_policy, group_ids=[s.group for s in samples],
         )  # fmt: skip
+        if warning := self.alarm.observe(self.processes.gather(columns(self.reward, output))):
+            self.warn(warning)
         scored = self.processes.gather_by_id([s.id for s in samples], output.values, output.valid)
         values = torch.tensor([scored[s.id][0] for s in everything])
         valid = torch.tensor([scored[s.id][1] for s in everything])
