@@ -125,7 +125,9 @@ def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: in
     v = net.velocity(x_t, t, context, pooled)
     cell_loss = net.cell_loss(data["cells"][rows])
     if step >= plan.guided_from * plan.steps:
-        target = target + plan.guided_weight * _guidance(net, x_t, t, v, data["empty"])
+        # Signs are left out: guided, they would be read almost perfectly and leave nothing to improve.
+        is_scene = (data["cells"][rows][:, 2] == 0).flatten(1).all(1)[:, None, None, None]
+        target = target + plan.guided_weight * is_scene * _guidance(net, x_t, t, v, data["empty"])
     return (v - target).square().mean(), cell_loss
 
 
