@@ -63,7 +63,7 @@ def latents_stage(folder: Path = WORK, threads: Threads = 2, count: int = POOL) 
 
 @app.command("denoiser")
 def denoiser_stage(
-    folder: Path = WORK, threads: Threads = 2, steps: int = 15_000, minutes: float | None = None, aux: float = 0.15
+    folder: Path = WORK, threads: Threads = 2, steps: int = 14_000, minutes: float | None = None, aux: float = 0.15
 ) -> None:
     """Stage 2: transformer and text encoders. `--minutes` stops early and leaves a checkpoint to resume from."""
     from diffusers import AutoencoderKL

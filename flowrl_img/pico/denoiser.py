@@ -31,7 +31,7 @@ CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 class Schedule:
     """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero."""
 
-    steps: int = 15_000
+    steps: int = 14_000
     batch: int = 32
     lr: float = 1.5e-3
     warmup: int = 300
@@ -39,7 +39,7 @@ class Schedule:
     caption_drop: float = 0.1
     aux_weight: float = 0.15
     aux_layer: int = 2
-    guided_from: float = 0.6
+    guided_from: float = 0.643
     guided_weight: float = 0.6
     ema: float = 0.999
     seed: int = 0
