@@ -8,15 +8,13 @@ Left out: double backward, and gradients with respect to states and scalars, whi
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl_img.kernels import transition_torch as reference
-from flowrl_img.kernels.backend import use_triton
-from flowrl_img.kernels.transition_torch import CROSS, DOLD2, DREF2, E2, NUM_MOMENTS, compute_dtype
+from flowrl_img.kernels.latents import body, check_latents, check_scalars, compute_dtype, refuse_gradients
+from flowrl_img.kernels.transition_torch import CROSS, DOLD2, DREF2, E2, NUM_MOMENTS
 
 __all__ = ["CROSS", "DOLD2", "DREF2", "E2", "transition_moments"]
 
@@ -48,40 +46,15 @@ def transition_moments(
     Raises ValueError on mismatched shapes or devices, and if a tensor that gets no gradient asks for one.
     """
     states = {"x_t": x_t, "x_s": x_s, "v_old": v_old, "v_ref": v_ref}
-    _check(v_cond, {"v_uncond": v_uncond, **states}, {"A": A, "B": B}, states)
+    check_latents("v_cond", v_cond, {"v_uncond": v_uncond, **states})
+    check_scalars(len(v_cond), {"A": A, "B": B})
+    refuse_gradients({**states, "A": A, "B": B})
     dtype = compute_dtype(v_cond, v_uncond, *states.values())
     A, B = (scalar.to(v_cond.device, dtype) for scalar in (A, B))
     if v_uncond is not None and detach_uncond:
         v_uncond = v_uncond.detach()
     moments: Tensor = _moments(v_cond, v_uncond, float(guidance), x_t, x_s, A, B, v_old, v_ref)
     return moments
-
-
-def _check(
-    v_cond: Tensor, latents: dict[str, Tensor | None], scalars: dict[str, Tensor], constants: dict[str, Tensor | None]
-) -> None:
-    if v_cond.ndim < 2 or v_cond[:1].numel() == 0 < v_cond.shape[0]:
-        raise ValueError(f"latents must be [rows, ...] with elements in each row, got shape {tuple(v_cond.shape)}")
-    for name, value in latents.items():
-        if value is not None and (value.shape != v_cond.shape or value.device != v_cond.device):
-            raise ValueError(
-                f"{name} is {tuple(value.shape)} on {value.device}, v_cond is {tuple(v_cond.shape)} on "
-                f"{v_cond.device}: they must agree"
-            )
-    for name, scalar in scalars.items():
-        if scalar.shape != v_cond.shape[:1]:
-            raise ValueError(f"{name} must be one number per row, [{v_cond.shape[0]}], got {tuple(scalar.shape)}")
-    if torch.is_grad_enabled():
-        for name, value in (constants | scalars).items():
-            if value is not None and value.requires_grad:
-                raise ValueError(f"{name} requires grad but no gradient flows into it: pass {name}.detach()")
-
-
-def _body(v_cond: Tensor, *others: Tensor | None) -> Any:
-    """The module whose `forward` and `backward` run for these tensors; Triton is imported only when it is chosen."""
-    if use_triton(v_cond.device, compute_dtype(v_cond, *others)):
-        return importlib.import_module("flowrl_img.kernels.transition_triton")
-    return reference
 
 
 @torch.library.custom_op("flowrl_img::transition_moments", mutates_args=())
@@ -96,8 +69,8 @@ def _moments(
     v_old: Tensor | None,
     v_ref: Tensor | None,
 ) -> Tensor:
-    body = _body(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    moments: Tensor = body.forward(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
+    chosen = body("transition", v_cond, v_uncond, x_t, x_s, v_old, v_ref)
+    moments: Tensor = chosen.forward(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
     return moments
 
 
@@ -115,8 +88,8 @@ def _moments_backward(
     v_ref: Tensor | None,
     into_uncond: bool,
 ) -> tuple[Tensor, Tensor]:
-    body = _body(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    grads: tuple[Tensor, Tensor] = body.backward(
+    chosen = body("transition", v_cond, v_uncond, x_t, x_s, v_old, v_ref)
+    grads: tuple[Tensor, Tensor] = chosen.backward(
         grad, v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond
     )
     return grads

@@ -17,28 +17,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["CROSS", "DOLD2", "DREF2", "E2", "NUM_MOMENTS", "backward", "compute_dtype", "forward", "guide"]
+from flowrl_img.kernels.guidance_torch import guide
+from flowrl_img.kernels.latents import column, compute_dtype, rows
+
+__all__ = ["CROSS", "DOLD2", "DREF2", "E2", "NUM_MOMENTS", "backward", "forward"]
 
 E2, DREF2, DOLD2, CROSS = range(4)
 NUM_MOMENTS = 4
-
-
-def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
-    """float64 if any tensor is, else float32."""
-    return torch.float64 if any(x is not None and x.dtype == torch.float64 for x in tensors) else torch.float32
-
-
-def guide(v_cond: Tensor, v_uncond: Tensor | None, guidance: float, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Classifier-free guidance: v_uncond + guidance * (v_cond - v_uncond), or v_cond alone when v_uncond is None.
-
-    Inputs of one shape and any float dtype, widened to `dtype` first. The Triton body rounds in the same order, so a
-    rollout that guides with this function stores exactly the velocity that scoring forms again.
-    """
-    v = v_cond.to(dtype)
-    if v_uncond is None:
-        return v
-    u = v_uncond.to(dtype)
-    return u + guidance * (v - u)
 
 
 def forward(
@@ -54,13 +39,13 @@ def forward(
 ) -> Tensor:
     """Latents [R, ...], A and B [R]. Returns [R, 4] in the compute dtype; absent v_old or v_ref leave a 0."""
     dtype = compute_dtype(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    v = _rows(guide(v_cond, v_uncond, guidance, dtype))
+    v = rows(guide(v_cond, v_uncond, guidance, dtype), dtype)
     drift, target, b = _split(x_t, x_s, A, B, dtype)
     columns = [(target - (drift + b * v)).square().mean(1)] + [v.new_zeros(len(v))] * 3
     if v_ref is not None:
-        columns[DREF2] = (v - _rows(v_ref.to(dtype))).square().mean(1)
+        columns[DREF2] = (v - rows(v_ref, dtype)).square().mean(1)
     if v_old is not None:
-        old = _rows(v_old.to(dtype))
+        old = rows(v_old, dtype)
         columns[DOLD2] = (v - old).square().mean(1)
         columns[CROSS] = ((v - old) * (target - (drift + b * old))).mean(1)
     return torch.stack(columns, 1)
@@ -84,14 +69,14 @@ def backward(
     The second is empty unless `into_uncond`: no gradient is asked for, or there is no unconditional branch.
     """
     dtype = compute_dtype(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    v = _rows(guide(v_cond, v_uncond, guidance, dtype))
+    v = rows(guide(v_cond, v_uncond, guidance, dtype), dtype)
     drift, target, b = _split(x_t, x_s, A, B, dtype)
     g = (grad.to(dtype) / v.shape[1]).unsqueeze(-1).unbind(1)
     total = (-2 * b * g[E2]) * (target - (drift + b * v))
     if v_ref is not None:
-        total = total + (2 * g[DREF2]) * (v - _rows(v_ref.to(dtype)))
+        total = total + (2 * g[DREF2]) * (v - rows(v_ref, dtype))
     if v_old is not None:
-        old = _rows(v_old.to(dtype))
+        old = rows(v_old, dtype)
         total = total + (2 * g[DOLD2]) * (v - old) + g[CROSS] * (target - (drift + b * old))
     total = total.reshape(v_cond.shape)
     empty = v_cond.new_empty(0)
@@ -101,12 +86,6 @@ def backward(
     return (guidance * total).to(v_cond.dtype), to_uncond
 
 
-def _rows(x: Tensor) -> Tensor:
-    """[R, ...] of any strides -> [R, D] contiguous, so that equal numbers are summed in equal order."""
-    return x.contiguous().flatten(1)
-
-
 def _split(x_t: Tensor, x_s: Tensor, A: Tensor, B: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """A x_t [R, D], x_s [R, D] and B [R, 1], in the compute dtype."""
-    scale = A.to(dtype).unsqueeze(1)
-    return scale * _rows(x_t.to(dtype)), _rows(x_s.to(dtype)), B.to(dtype).unsqueeze(1)
+    return column(A, dtype) * rows(x_t, dtype), rows(x_s, dtype), column(B, dtype)

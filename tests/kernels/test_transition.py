@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from flowrl_img.kernels.guidance_torch import guide
 from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
-from flowrl_img.kernels.transition_torch import guide
 
 OP = torch.ops.flowrl_img.transition_moments.default
 SHAPES = [(2, 4, 8, 8), (3, 7, 5), (2, 3, 2, 5, 3), (1, 1, 1, 1), (5, 129)]

@@ -11,8 +11,9 @@ import torch
 
 from flowrl_img.kernels import transition_torch as reference
 from flowrl_img.kernels import transition_triton as fused
+from flowrl_img.kernels.guidance_torch import guide
 from flowrl_img.kernels.transition import transition_moments
-from flowrl_img.kernels.transition_torch import DOLD2, guide
+from flowrl_img.kernels.transition_torch import DOLD2
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 SHAPES = [(2, 4, 8, 8), (3, 7, 5), (2, 3, 2, 5, 3), (1, 1), (2, 67, 65), (1, 4096), (1, 3 * 4096 + 1)]
