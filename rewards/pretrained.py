@@ -1,0 +1,149 @@
+"""The one way to weights: find them by hub id or path, read them without running code, load them completely.
+
+Everything is float32, whatever the file holds: in bf16 a logit scale of 100 becomes 99 and scores move as much as the
+pictures of a group differ. Left out: downloading anything but the named files, and remote code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import re
+from collections.abc import Collection, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "load_strict", "locate", "locate_file", "read"]
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(\S+)")
+LIBRARIES = ("torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "pillow")
+
+
+class WeightsError(ValueError):
+    """Weights are not there, or are not those of this model."""
+
+
+def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: str | None = None) -> list[Path]:
+    """For each entry of `wanted` the first of its file names that `source`, a folder or a hub id, holds.
+
+    option: the reward and key that name the source, for messages. Files of a hub id come from its cache or the network.
+    Example: locate("pickscore.model", "/models/pick", [("config.json",), WEIGHTS])
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return [_first(option, folder, names) for names in wanted]
+    if not HUB_ID.fullmatch(source):
+        raise WeightsError(f"{option}: no folder {source}; give the folder of a saved model, or a hub id owner/name")
+    return [_download(option, source, names, revision, place="FOLDER") for names in wanted]
+
+
+def locate_file(option: str, source: str, revision: str | None = None) -> Path:
+    """The file at a path, or of a hub repository as `owner/name/file`. WeightsError when it is nowhere."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return path
+    in_hub = HUB_FILE.fullmatch(source)
+    if in_hub is None:
+        raise WeightsError(f"{option}: no file {source}; give the path of a checkpoint, or owner/name/file of the hub")
+    return _download(option, in_hub[1], [in_hub[2]], revision, place=f"FOLDER/{in_hub[2]}")
+
+
+def _first(option: str, folder: Path, names: Sequence[str]) -> Path:
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise WeightsError(f"{option}: {folder} holds no {' or '.join(names)}; give the folder of a saved model")
+    return found
+
+
+def _download(option: str, repository: str, names: Sequence[str], revision: str | None, place: str) -> Path:
+    """The first of `names` that the repository holds, from the cache where it is there. place: for the message."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
+
+    reasons: list[Exception] = []
+    for name in names:
+        try:
+            return Path(hf_hub_download(repository, name, revision=revision))
+        except (OSError, EntryNotFoundError, HfHubHTTPError) as error:
+            reasons.append(error)
+    reason = str(reasons[0]).splitlines()[0]
+    raise WeightsError(
+        f"{option}: no {' or '.join(names)} of {repository} on this machine, and the hub gave none ({reason}). "
+        f"Where there is a network, run `hf download {repository} --local-dir FOLDER`, copy it here, "
+        f"and set {option} to {place}"
+    ) from reasons[0]
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a checkpoint on the CPU, tensors and plain containers only: unpickling never runs code."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return dict(load_file(path))
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise WeightsError(
+            f"{path} holds more than tensors, and reading it could run foreign code. If you trust where it is from, "
+            "save its tensors alone as .safetensors and give that file"
+        ) from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds a {type(content).__name__} instead of named tensors; give another checkpoint")
+    return content
+
+
+def load_strict(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:
+    """Load `weights` as float32. WeightsError counts the keys that are missing, unexpected or of another shape."""
+    own = module.state_dict()
+    shapes = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
+    _refuse_misfit(what, own.keys() - weights.keys(), weights.keys() - own.keys(), shapes)
+    module.load_state_dict({key: tensor.float() for key, tensor in weights.items()})
+
+
+def from_pretrained(model_class: Any, config_file: Path, what: str) -> nn.Module:
+    """A transformers model from the folder of its config: float32, every weight loaded, else WeightsError as above."""
+    model, report = model_class.from_pretrained(
+        config_file.parent, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    stray = [key for key in report["unexpected_keys"] if not key.endswith("position_ids")]  # a buffer once saved
+    _refuse_misfit(what, report["missing_keys"], stray, [key for key, *_ in report["mismatched_keys"]])
+    return model
+
+
+def _refuse_misfit(what: str, missing: Collection[str], unexpected: Collection[str], shapes: Collection[str]) -> None:
+    kinds = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    found = [f"{len(keys)} {kind} (such as {min(keys)})" for kind, keys in kinds.items() if keys]
+    if found:
+        raise WeightsError(f"{what}: the checkpoint is not of this model: keys {', '.join(found)}")
+
+
+def fingerprint(files: Mapping[str, Path], **facts: str) -> dict[str, str]:
+    """What scores depend on besides picture and prompt: SHA-256 and hub revision of files, further facts, versions."""
+    marks = {f"{name}.sha256": _sha256(path) for name, path in files.items()}
+    revisions = {f"{name}.revision": path.parent.name for name, path in files.items() if _in_snapshot(path)}
+    return {**facts, **revisions, **marks, "libraries": ", ".join(filter(None, map(_version, LIBRARIES)))}
+
+
+def _in_snapshot(path: Path) -> bool:
+    return path.parent.parent.name == "snapshots"
+
+
+def _sha256(path: Path) -> str:
+    blob = path.resolve().name
+    if re.fullmatch(r"[0-9a-f]{64}", blob):  # the hub's cache names large files by their own hash
+        return blob
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _version(library: str) -> str | None:
+    try:
+        return f"{library} {metadata.version(library)}"
+    except metadata.PackageNotFoundError:
+        return None
