@@ -8,7 +8,7 @@ and `check` refuses one that contradicts it. It needs no such method; a plain fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -19,7 +19,17 @@ from flowrl_img.rewards.mixture import Mixture
 from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch
 from flowrl_img.rewards.score import checked
 
-__all__ = ["Better", "Example", "KnownAnswer", "KnownAnswerError", "Scores", "StatesAnswers", "check"]
+__all__ = [
+    "Better",
+    "Different",
+    "Example",
+    "KnownAnswer",
+    "KnownAnswerError",
+    "Matching",
+    "Scores",
+    "StatesAnswers",
+    "check",
+]
 
 
 class KnownAnswerError(ValueError):
@@ -96,6 +106,48 @@ class Better:
         if good > bad:
             return None
         return f"{self.good.what} scored {good:.4g} instead of more than {self.bad.what}, which scored {bad:.4g}"
+
+
+@dataclass(frozen=True)
+class Different:
+    """The two examples do not score the same."""
+
+    first: Example
+    second: Example
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        return (self.first, self.second)
+
+    def contradiction(self, values: Sequence[float]) -> str | None:
+        first, second = values
+        if first != second:
+            return None
+        return f"{self.first.what} and {self.second.what} both scored {first:.4g}"
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Two pictures with their own prompts together score above the same two with the prompts exchanged."""
+
+    first: Example
+    second: Example
+
+    @property
+    def examples(self) -> Sequence[Example]:
+        one, two = self.first, self.second
+        crossed = [replace(one, prompt=two.prompt, metadata=two.metadata)]
+        crossed += [replace(two, prompt=one.prompt, metadata=one.metadata)]
+        return (one, two, *crossed)
+
+    def contradiction(self, values: Sequence[float]) -> str | None:
+        own, exchanged = sum(values[:2]), sum(values[2:])
+        if own > exchanged:
+            return None
+        return (
+            f"{self.first.what} and {self.second.what} scored {own:.4g} together instead of more than with their "
+            f"prompts exchanged, which scored {exchanged:.4g}"
+        )
 
 
 def check(reward: Reward) -> None:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Metadata", "Reward", "RewardBatch", "RewardOutput", "require_keys"]
+__all__ = ["Differentiable", "Metadata", "Reward", "RewardBatch", "RewardOutput", "require_keys"]
 
 Metadata = Mapping[str, Any]
 
@@ -99,6 +99,15 @@ class Reward(Protocol):
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """Score each row on its own."""
+        ...
+
+
+@runtime_checkable
+class Differentiable(Protocol):
+    """A reward with gradients to the picture; `isinstance(reward, Differentiable)` tells."""
+
+    def differentiable(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
+        """images: float [B, 3, H, W] in [0, 1]. What the reward gives for them, float32 [B], up to 8-bit rounding."""
         ...
 
 
