@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 
 from flowrl_img.rewards import jpeg, known_answers, ocr, registry
 from flowrl_img.rewards.detectors.scenes import Scenes
 from flowrl_img.rewards.geneval import GenEval
-from flowrl_img.rewards.known_answers import Better, Example, KnownAnswerError, Scores, check
+from flowrl_img.rewards.known_answers import Better, Different, Example, KnownAnswerError, Matching, Scores, check
 from flowrl_img.rewards.mixture import Mixture
 from flowrl_img.rewards.protocol import RewardBatch, RewardOutput
 
@@ -66,9 +67,25 @@ def test_a_reward_that_states_nothing_passes() -> None:
     check(registry.FunctionReward(lambda images, prompts, metadata: [0.0] * len(images), "zero"))
 
 
+def test_two_pictures_that_should_differ_do() -> None:
+    answer = Different(Example("a white picture", WHITE), Example("a black picture", BLACK))
+    assert answer.contradiction([0.1, 0.2]) is None
+    assert answer.contradiction([0.1, 0.1]) == "a white picture and a black picture both scored 0.1"
+
+
+def test_pictures_are_asked_with_each_others_prompts() -> None:
+    answer = Matching(Example("a white picture", WHITE, "white"), Example("a black picture", BLACK, "black"))
+    assert [(e.what, e.prompt) for e in answer.examples[2:]] == [
+        ("a white picture", "black"),
+        ("a black picture", "white"),
+    ]
+    assert answer.contradiction([0.9, 0.1, 0.5, 0.4]) is None  # a liking for white does not count
+    assert "scored 0.9 together instead of more" in str(answer.contradiction([0.5, 0.4, 0.9, 0.1]))
+
+
 @pytest.mark.parametrize("name", registry.builtins())
 def test_every_built_in_states_answers_keeps_them_and_is_quick(name: str) -> None:
-    reward = registry.load(name)
+    reward = registry.load(name, **tiny_models.options(name))
     assert isinstance(reward, known_answers.StatesAnswers) and reward.known_answers()
     check(reward)  # the first use loads engines and templates, which a run needs anyway
     began = time.process_time()

@@ -29,7 +29,8 @@ def plugin_module() -> Iterator[str]:
 
 
 def test_the_built_in_rewards_are_found_by_their_files() -> None:
-    assert registry.builtins() == ["geneval", "jpeg", "ocr"]
+    zoo = ["aesthetic", "clipscore", "geneval", "hpsv2", "imagereward", "jpeg", "ocr", "pickscore"]
+    assert registry.builtins() == zoo
 
 
 def test_a_class_is_built_with_its_options() -> None:
@@ -58,7 +59,7 @@ def test_an_entry_point_comes_before_the_built_in(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("jpg", {}, r"no reward is called 'jpg'; did you mean 'jpeg'\? valid: geneval, jpeg, ocr"),
+        ("jpg", {}, r"no reward is called 'jpg'; did you mean 'jpeg'\? valid: aesthetic, .*jpeg, ocr"),
         ("score", {}, r"flowrl_img\.rewards\.score exports no reward"),
         ("nowhere.at.all:Reward", {}, "no module 'nowhere'"),
         ("flowrl_img.rewards.jpeg:Jpg", {}, r"has no 'Jpg'; did you mean 'Jpeg'\?"),
