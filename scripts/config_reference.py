@@ -40,7 +40,7 @@ def reference() -> str:
     blocks = [HEAD, *_sections(Config, ""), PLUGINS]
     for title, kind in (("rollout.step", "steps"), ("objective", "objectives")):
         blocks += [_plugin(title, name, plugins.resolve(kind, name)) for name in plugins.available(kind)]
-    blocks += [_plugin("rewards", name, type(registry.load(name))) for name in registry.builtins()]
+    blocks += [_plugin("rewards", name, plugins.resolve("rewards", name)) for name in registry.builtins()]
     return "\n".join(blocks)
 
 
