@@ -27,6 +27,7 @@ from flowrl_img.kernels.matching_moments_torch import (
     NUM_MOMENTS,
     PLUS1,
     PLUS2,
+    Inputs,
 )
 
 __all__ = [
@@ -108,7 +109,7 @@ def _moments(
     beta: float | None,
 ) -> Tensor:
     chosen = body("matching_moments", v, x0, end, v_old, v_ref, v_ema)
-    moments: Tensor = chosen.forward(v, x0, end, slope, v_old, v_ref, v_ema, beta)
+    moments: Tensor = chosen.forward(Inputs(v, x0, end, slope, v_old, v_ref, v_ema, beta))
     return moments
 
 
@@ -125,7 +126,7 @@ def _moments_backward(
     beta: float | None,
 ) -> Tensor:
     chosen = body("matching_moments", v, x0, end, v_old, v_ref, v_ema)
-    to_v: Tensor = chosen.backward(grad, v, x0, end, slope, v_old, v_ref, v_ema, beta)
+    to_v: Tensor = chosen.backward(grad, Inputs(v, x0, end, slope, v_old, v_ref, v_ema, beta))
     return to_v
 
 

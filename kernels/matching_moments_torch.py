@@ -20,90 +20,75 @@ Everything is computed in float32, or in float64 when an input is float64.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from flowrl_img.kernels.latents import column, compute_dtype, rows
 
-__all__ = [
-    "DEMA2",
-    "DOLD2",
-    "DREF2",
-    "E2",
-    "GAIN_EMA",
-    "GAIN_OLD",
-    "GAIN_REF",
-    "MINUS1",
-    "MINUS2",
-    "NUM_MOMENTS",
-    "PLUS1",
-    "PLUS2",
-    "backward",
-    "forward",
-]
+__all__ = ["NUM_MOMENTS", "Inputs", "backward", "forward"]
 
 E2, DOLD2, GAIN_OLD, DREF2, GAIN_REF, DEMA2, GAIN_EMA, PLUS2, MINUS2, PLUS1, MINUS1 = range(11)
 NUM_MOMENTS = 11
 PAIRS = ((DOLD2, GAIN_OLD), (DREF2, GAIN_REF), (DEMA2, GAIN_EMA))
 
 
-def forward(
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
-    """Latents [R, ...], slope [R]. Returns [R, 11] in the compute dtype; what is absent leaves a 0."""
-    dtype = compute_dtype(v, x0, end, v_old, v_ref, v_ema)
-    ours, target = rows(v, dtype), _target(x0, end, slope, dtype)
+class Inputs(NamedTuple):
+    """What both bodies are given: latents [R, ...] of one shape, slope [R]."""
+
+    v: Tensor
+    x0: Tensor
+    end: Tensor
+    slope: Tensor | None = None
+    v_old: Tensor | None = None
+    v_ref: Tensor | None = None
+    v_ema: Tensor | None = None
+    beta: float | None = None
+
+    def compute_dtype(self) -> torch.dtype:
+        """float64 if any latent is, else float32."""
+        return compute_dtype(self.v, self.x0, self.end, self.v_old, self.v_ref, self.v_ema)
+
+
+def forward(a: Inputs) -> Tensor:
+    """Returns [R, 11] in the compute dtype; what is absent leaves a 0."""
+    dtype = a.compute_dtype()
+    ours, target = rows(a.v, dtype), _target(a, dtype)
     e = ours - target
     columns = [e.square().mean(1)] + [e.new_zeros(len(e))] * (NUM_MOMENTS - 1)
-    for other, (distance, gain) in zip((v_old, v_ref, v_ema), PAIRS):
+    for other, (distance, gain) in zip((a.v_old, a.v_ref, a.v_ema), PAIRS):
         if other is not None:
             w = rows(other, dtype)
             columns[distance] = (ours - w).square().mean(1)
             columns[gain] = ((ours - w) * (e + (w - target))).mean(1)
-    if v_old is not None and beta is not None:
-        plus, minus = _branches(ours, rows(v_old, dtype), target, beta)
+    if a.v_old is not None and a.beta is not None:
+        plus, minus = _branches(ours, rows(a.v_old, dtype), target, a.beta)
         columns[PLUS2], columns[MINUS2] = plus.square().mean(1), minus.square().mean(1)
         columns[PLUS1], columns[MINUS1] = plus.abs().mean(1), minus.abs().mean(1)
     return torch.stack(columns, 1)
 
 
-def backward(
-    grad: Tensor,
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
+def backward(grad: Tensor, a: Inputs) -> Tensor:
     """grad: [R, 11]. Returns the gradient of v, contiguous, in its dtype."""
-    dtype = compute_dtype(v, x0, end, v_old, v_ref, v_ema)
-    ours, target = rows(v, dtype), _target(x0, end, slope, dtype)
+    dtype = a.compute_dtype()
+    ours, target = rows(a.v, dtype), _target(a, dtype)
     g = (grad.to(dtype) / ours.shape[1]).unsqueeze(-1).unbind(1)
     total = 2 * g[E2] * (ours - target)
-    for other, (distance, gain) in zip((v_old, v_ref, v_ema), PAIRS):
+    for other, (distance, gain) in zip((a.v_old, a.v_ref, a.v_ema), PAIRS):
         if other is not None:
             total = total + 2 * g[gain] * (ours - target) + 2 * g[distance] * (ours - rows(other, dtype))
-    if v_old is not None and beta is not None:
-        plus, minus = _branches(ours, rows(v_old, dtype), target, beta)
-        total = total + beta * (2 * g[PLUS2] * plus + g[PLUS1] * plus.sign())
-        total = total - beta * (2 * g[MINUS2] * minus + g[MINUS1] * minus.sign())
-    return total.to(v.dtype).view(v.shape)
+    if a.v_old is not None and a.beta is not None:
+        plus, minus = _branches(ours, rows(a.v_old, dtype), target, a.beta)
+        total = total + a.beta * (2 * g[PLUS2] * plus + g[PLUS1] * plus.sign())
+        total = total - a.beta * (2 * g[MINUS2] * minus + g[MINUS1] * minus.sign())
+    return total.to(a.v.dtype).view(a.v.shape)
 
 
-def _target(x0: Tensor, end: Tensor, slope: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _target(a: Inputs, dtype: torch.dtype) -> Tensor:
     """v* [R, D]."""
-    rise = rows(end, dtype) - rows(x0, dtype)
-    return rise if slope is None else rise * column(slope, dtype)
+    rise = rows(a.end, dtype) - rows(a.x0, dtype)
+    return rise if a.slope is None else rise * column(a.slope, dtype)
 
 
 def _branches(v: Tensor, old: Tensor, target: Tensor, beta: float) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flowrl_img.kernels.launch_triton import by_block, load, packed, row_means
-from flowrl_img.kernels.matching_moments_torch import NUM_MOMENTS
+from flowrl_img.kernels.matching_moments_torch import NUM_MOMENTS, Inputs
 
 __all__ = ["backward", "forward", "matching_gradient_kernel", "partial_matching_kernel"]
 
@@ -131,34 +131,13 @@ def matching_gradient_kernel(grad, v, x0, end, slope, v_old, v_ref, v_ema, beta,
     tl.store(to_v + offsets, total / D, mask=mask)
 
 
-def forward(
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
-    """Latents [R, ...], slope [R]. Returns [R, 11] float32; what is absent leaves a 0."""
-    inputs = packed(v, x0, end, slope, v_old, v_ref, v_ema, beta)
-    return row_means(partial_matching_kernel, inputs, v, NUM_MOMENTS)
+def forward(a: Inputs) -> Tensor:
+    """Returns [R, 11] float32; what is absent leaves a 0."""
+    return row_means(partial_matching_kernel, packed(*a), a.v, NUM_MOMENTS)
 
 
-def backward(
-    grad: Tensor,
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
+def backward(grad: Tensor, a: Inputs) -> Tensor:
     """grad: [R, 11]. Returns the gradient of v, contiguous, in its dtype."""
-    to_v = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    inputs = packed(grad.float(), v, x0, end, slope, v_old, v_ref, v_ema, beta)
-    by_block(matching_gradient_kernel, (*inputs, to_v), v)
+    to_v = torch.empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)
+    by_block(matching_gradient_kernel, (*packed(grad.float(), *a), to_v), a.v)
     return to_v

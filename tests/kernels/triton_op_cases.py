@@ -11,6 +11,7 @@ from flowrl_img.kernels import matching_moments_triton, step_triton
 from flowrl_img.kernels.guidance import guided_velocity
 from flowrl_img.kernels.guidance_torch import guide
 from flowrl_img.kernels.matching_moments import GAIN_OLD, MINUS1, MINUS2, PLUS1, PLUS2, matching_moments
+from flowrl_img.kernels.matching_moments_torch import Inputs
 from flowrl_img.kernels.step import renoise, sde_step
 from flowrl_img.kernels.transition import E2, transition_moments
 
@@ -140,10 +141,11 @@ def test_contiguous_inputs_are_neither_copied_nor_widened_in_memory(dtype):
     R, D = 2, 3 * 4096 + 5
     v, x0, eps, old = torch.randn(4, R, D, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
     row, grad = torch.rand(R, device=DEVICE), torch.ones(R, 11, device=DEVICE)
+    given = Inputs(v, x0, eps, v_old=old, beta=0.1)
     counted = {
-        "matching": (lambda: matching_moments_triton.forward(v, x0, eps, None, old, None, None, 0.1), 4 * R * 11 * 5),
+        "matching": (lambda: matching_moments_triton.forward(given), 4 * R * 11 * 5),
         "matching backward": (
-            lambda: matching_moments_triton.backward(grad, v, x0, eps, None, old, None, None, 0.1),
+            lambda: matching_moments_triton.backward(grad, given),
             v.nbytes,
         ),
         "step": (lambda: step_triton.forward(v, row, x0, row, eps, row, dtype, True), v.nbytes + 4 * R * 5),
