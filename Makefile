@@ -27,8 +27,9 @@ fmt: $(STAMP) ## format the code, sort imports, apply the linter's safe fixes
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## import and help time of the command line
+bench: $(STAMP) ## start of the command line, and the fused kernels beside eager code
 	$(BIN)/python scripts/bench_cli.py
+	$(BIN)/python scripts/bench_kernels.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
