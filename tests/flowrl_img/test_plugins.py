@@ -59,7 +59,7 @@ def test_every_built_in_says_the_name_of_its_file(kind: str, names: set[str]) ->
 
 def test_a_module_that_only_helps_others_is_no_plug_in() -> None:
     assert "table" not in plugins.available("steps")
-    with pytest.raises(ValueError, match=r"samplers\.steps\.table exports no step .* valid: flow_sde, ode"):
+    with pytest.raises(ValueError, match=r"samplers\.steps\.table exports no step .* valid: .*flow_sde"):
         plugins.resolve("steps", "table")
 
 

@@ -159,8 +159,10 @@ def test_ctrl_c_leaves_a_usable_run_folder_and_code_130(tiny_config, tmp_path):
     arguments = command(config, tmp_path)
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowrl_img", *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+        [sys.executable, "-m", "flowrl_img", *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        # A shell's background job ignores SIGINT and hands that down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
