@@ -18,7 +18,7 @@ import typer
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 WORK = Path(".work/pico")
 VAE_STEPS = 2600
-POLISH_STEPS = 1000
+POLISH_STEPS = 1500
 POOL = 80_000
 Threads = Annotated[int, typer.Option(help="CPU threads")]
 
@@ -83,7 +83,7 @@ def denoiser_stage(
 
 @app.command("polish")
 def polish_stage(folder: Path = WORK, threads: Threads = 2, steps: int = POLISH_STEPS) -> None:
-    """Stage 3: the decoder against the frozen encoder (about 7 minutes)."""
+    """Stage 3: the decoder against the frozen encoder (about 9 minutes)."""
     from diffusers import AutoencoderKL
 
     from flowrl_img.pico.autoencoder import psnr
