@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowrl_img.kernels.guidance_torch import guide
+
 __all__ = ["branches", "guided"]
 
 NEGATIVE = ""  # the stock pipelines' negative prompt
@@ -25,8 +27,6 @@ def branches(
     return v_cond, v_uncond
 
 
-def guided(v_cond: Tensor, v_uncond: Tensor | None, guidance: float) -> Tensor:
-    """v_uncond + guidance (v_cond - v_uncond) in float32; v_cond alone when there is no unconditional branch."""
-    if v_uncond is None:
-        return v_cond.float()
-    return v_uncond.float() + guidance * (v_cond.float() - v_uncond.float())
+def guided(model: Any, x_t: Tensor, sigma: Tensor, texts: Sequence[str], guidance: float) -> Tensor:
+    """The guided velocity in float32, by the same arithmetic that the transition moments use."""
+    return guide(*branches(model, x_t, sigma, texts, guidance), guidance)

@@ -54,9 +54,7 @@ def draw_samples(
     With `balance` (a metadata key) its values take turns, in a shuffled order, and each value walks through its own
     shuffled prompts from rollout to rollout. Pure in (seed, rollout): the same on every process.
     """
-    buckets: dict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(prompts.metadata):
-        buckets[str(row.get(balance, "")) if balance else ""].append(index)
+    buckets = _buckets(prompts, balance)
     names = sorted(buckets)
     chosen = []
     for k in range(rollout * groups, (rollout + 1) * groups):
@@ -71,14 +69,20 @@ def draw_samples(
     )
 
 
+def _buckets(prompts: PromptSet, balance: str | None) -> dict[str, list[int]]:
+    """Prompt indices by the value of the metadata key `balance`; one bucket without a key."""
+    buckets: dict[str, list[int]] = defaultdict(list)
+    for index, row in enumerate(prompts.metadata):
+        buckets[str(row.get(balance, "")) if balance else ""].append(index)
+    return buckets
+
+
 def choose_evenly(prompts: PromptSet, pictures: int, balance: str | None) -> tuple[Sample, ...]:
     """`pictures` evaluation samples: equally many per value of `balance`, spread evenly over that value's prompts.
 
     Each prompt is a group; its images are numbered, so equal arguments give equal ids and therefore equal seeds.
     """
-    buckets: dict[str, list[int]] = defaultdict(list)
-    for index, row in enumerate(prompts.metadata):
-        buckets[str(row.get(balance, "")) if balance else ""].append(index)
+    buckets = _buckets(prompts, balance)
     shares = {name: pictures // len(buckets) + (k < pictures % len(buckets)) for k, name in enumerate(sorted(buckets))}
     samples: list[Sample] = []
     for name, share in shares.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img import seeds
-from flowrl_img.guidance import branches, guided
+from flowrl_img.guidance import guided
 from flowrl_img.samplers.loop import Trajectory, sample
 from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.types import Edges, Leaves, PromptSet, Rollout, Sample
@@ -70,7 +70,7 @@ def _walk(
 
     def velocity(x_t: Tensor, step: int, sigma: float) -> Tensor:
         times = torch.full((len(chunk),), sigma, dtype=torch.float64, device=x_t.device)
-        return guided(*branches(model, x_t, times, texts, guidance), guidance)
+        return guided(model, x_t, times, texts, guidance)
 
     def noise(step: int) -> Tensor:
         return seeds.normal([seeds.key(seed, SDE_SEED, s.id, step) for s in chunk], model.latent_shape, model.device)

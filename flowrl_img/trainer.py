@@ -48,6 +48,8 @@ class Scored:
     """A rollout with its advantages (all samples of this process, [B]) and the global reward statistics."""
 
     rollout: Rollout
+    everything: tuple[Sample, ...]
+    """the samples of all processes"""
     advantage: Tensor
     metrics: dict[str, float]
 
@@ -115,7 +117,7 @@ class Trainer:
         with self._timed("scoring"):
             return self._rank(drawn, everything)
 
-    def _rank(self, drawn: Rollout, everything: Sequence[Sample]) -> Scored:
+    def _rank(self, drawn: Rollout, everything: tuple[Sample, ...]) -> Scored:
         samples = drawn.leaves.samples
         output = score(
             self.reward, drawn.leaves.images,
@@ -140,7 +142,7 @@ class Trainer:
             "invalid": float((~valid).sum()),
             "flat_groups": float((~groups.any(1)).sum()),
         }
-        return Scored(drawn, torch.tensor([by_id[s.id] for s in samples]), metrics)
+        return Scored(drawn, everything, torch.tensor([by_id[s.id] for s in samples]), metrics)
 
     # -- updates
 
@@ -175,18 +177,11 @@ class Trainer:
         order = seeds.permutation(total, config.run.seed, "updates", self.rollout)
         size = total // config.run.updates_per_rollout
         place = {index: position // size for position, index in enumerate(order)}
-        group_row = {g: k for k, g in enumerate(dict.fromkeys(s.group for s in self._all_samples()))}
+        group_row = {g: k for k, g in enumerate(dict.fromkeys(s.group for s in scored.everything))}
         part = torch.tensor([place[group_row[s.group] * config.rollout.group_size + s.image] for s in leaves])
         return [
             (part[scored.rollout.edges.leaf] == k).nonzero().flatten() for k in range(config.run.updates_per_rollout)
         ]
-
-    def _all_samples(self) -> tuple[Sample, ...]:
-        config = self.config
-        return draw_samples(
-            self.prompts, config.rollout.groups, config.rollout.group_size, config.prompts.balance,
-            seed=config.run.seed, rollout=self.rollout,
-        )  # fmt: skip
 
     def _micro_batches(self, rows: Tensor) -> list[Tensor]:
         return list(rows.split(self.config.run.micro_batch)) if len(rows) else []
@@ -211,7 +206,7 @@ class Trainer:
         v_ref = None
         if "reference" in self.objective.needs:
             with torch.no_grad(), self.weights.use("reference"):
-                v_ref = guided(*branches(self.model, points.x_t, points.sigma, texts, guidance), guidance)
+                v_ref = guided(self.model, points.x_t, points.sigma, texts, guidance)
         v_cond, v_uncond = branches(self.model, points.x_t, points.sigma, texts, guidance)
         columns = transition_moments(
             v_cond, v_uncond, guidance, points.x_t, points.x_s, points.table.A, points.table.B,
@@ -282,7 +277,7 @@ class Trainer:
             for batch in self._micro_batches(rows):
                 points = self.points(edges, scored, batch)
                 texts = [self.prompts.texts[k] for k in points.prompt]
-                v_old[batch] = guided(*branches(self.model, points.x_t, points.sigma, texts, guidance), guidance)
+                v_old[batch] = guided(self.model, points.x_t, points.sigma, texts, guidance)
         return edges.with_v_old(v_old)
 
     def _timed(self, phase: str) -> _Timer:
