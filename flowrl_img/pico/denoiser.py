@@ -4,6 +4,9 @@ Two things make it learn in hours on two cores. An auxiliary head reads the shap
 cell from the middle of the network (the world knows them), which teaches binding early; it is thrown away. And in the
 last part of training the target is extrapolated away from the unconditional prediction, v* + w (v(c) - v()), so that
 sampling needs no guidance: v(c) then settles at guidance scale 1 / (1 - w), so w must stay below 1.
+
+A last stage teaches what captions of the web teach a large model: the caption of a sign often does not say what the sign
+says. The model then misspells as real ones do, which leaves text rewards something to improve.
 """
 
 from __future__ import annotations
@@ -29,9 +32,16 @@ CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 
 @dataclass(frozen=True)
 class Schedule:
-    """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero."""
+    """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero.
+
+    After `steps` come `noisy_steps` at a learning rate that falls from `noisy_lr` to zero, in which a sign's caption has
+    one wrong character with probability `noisy_share`.
+    """
 
     steps: int = 14_000
+    noisy_steps: int = 1_500
+    noisy_lr: float = 5e-4
+    noisy_share: float = 0.6
     batch: int = 32
     lr: float = 1.5e-3
     warmup: int = 300
@@ -48,8 +58,14 @@ class Schedule:
         if not 0 <= self.guided_weight < 1:
             raise ValueError(f"guided_weight must be in [0, 1): at 1 the target diverges, got {self.guided_weight}")
 
+    @property
+    def total_steps(self) -> int:
+        return self.steps + self.noisy_steps
+
     def lr_at(self, step: int) -> float:
-        """Learning rate of step `step`: linear warm-up, constant, linear cool-down."""
+        """Learning rate of step `step`: linear warm-up, constant, linear cool-down; then the fall of the noisy steps."""
+        if step >= self.steps:
+            return self.noisy_lr * (self.total_steps - step) / self.noisy_steps
         left = (self.steps - step) / max(self.cooldown * self.steps, 1)
         return self.lr * min((step + 1) / self.warmup, 1.0, left)
 
@@ -115,6 +131,8 @@ def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: in
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
     rows = torch.randint(len(data["latents"]), (plan.batch,), generator=generator)
     x0, tokens = data["latents"][rows], data["tokens"][rows]
+    if step >= plan.steps:
+        tokens = _misspelt(tokens, data["characters"], plan.noisy_share, generator)
     eps = torch.randn(x0.shape, generator=generator)
     t = _times(plan.batch, generator)
     dropped = torch.rand(plan.batch, generator=generator) < plan.caption_drop
@@ -131,6 +149,16 @@ def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: in
     return (v - target).square().mean(), cell_loss
 
 
+def _misspelt(tokens: Tensor, characters: Tensor, share: float, generator: torch.Generator) -> Tensor:
+    """Replace one character of a `share` of the sign captions. tokens: [B, L]; characters: [22], their token ids."""
+    spells = torch.isin(tokens, characters)
+    hit = spells.any(1) & (torch.rand(len(tokens), generator=generator) < share)
+    place = (spells * torch.rand(tokens.shape, generator=generator)).argmax(1)
+    wrong = characters[torch.randint(len(characters), (len(tokens),), generator=generator)]
+    changed = tokens.scatter(1, place[:, None], wrong[:, None])
+    return torch.where(hit[:, None], changed, tokens)
+
+
 @torch.no_grad()
 def _guidance(net: Denoiser, x_t: Tensor, t: Tensor, v: Tensor, empty: Tensor) -> Tensor:
     """v(c) - v(), the direction that classifier-free guidance adds; zero for rows whose caption was dropped."""
@@ -142,10 +170,10 @@ def _guidance(net: Denoiser, x_t: Tensor, t: Tensor, v: Tensor, empty: Tensor) -
 def train_denoiser(
     folder: Path, data: dict[str, Any], plan: Schedule, evaluate: Any, minutes: float | None = None
 ) -> Denoiser:
-    """Train or resume to `plan.steps` (or stop after `minutes`, resumable); returns the averaged network.
+    """Train or resume to `plan.total_steps` (or stop after `minutes`, resumable); returns the averaged network.
 
-    data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L]. `evaluate(net) -> dict` is logged every
-    1,000 steps to `denoiser_log.jsonl`; `denoiser.pt` is written with it and every 250 steps.
+    data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L], characters [22] (token ids).
+    `evaluate(net) -> dict` is logged every 1,000 steps to `denoiser_log.jsonl`; `denoiser.pt` is written with it and every 250 steps.
     """
     torch.manual_seed(plan.seed)
     net = Denoiser(data["tokenizer"], plan.aux_layer)
@@ -159,7 +187,7 @@ def train_denoiser(
         optimizer.load_state_dict(state["optimizer"])
         start = state["step"]
     began, sums = time.monotonic(), torch.zeros(3)
-    for step in range(start, plan.steps):
+    for step in range(start, plan.total_steps):
         for group in optimizer.param_groups:
             group["lr"] = plan.lr_at(step)
         flow, cell = _batch_loss(net, data, plan, step)
@@ -172,13 +200,13 @@ def train_denoiser(
         sums += torch.tensor([flow.item(), cell.item(), 1.0])
         done = step + 1
         out_of_time = minutes is not None and time.monotonic() - began > 60 * minutes
-        if done % 250 == 0 or done == plan.steps or out_of_time:
+        if done % 250 == 0 or done in (plan.steps, plan.total_steps) or out_of_time:
             state = {"model": net.state_dict(), "average": average.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "step": done}, state_file.with_suffix(".part"))
             state_file.with_suffix(".part").replace(state_file)
             row = {"step": done, "flow": sums[0].item() / sums[2].item(), "cell": sums[1].item() / sums[2].item()}
             sums.zero_()
-            if done % 1000 == 0 or done == plan.steps or out_of_time:
+            if done % 1000 == 0 or done in (plan.steps, plan.total_steps) or out_of_time:
                 row |= evaluate(average)
             row["seconds"] = round(time.monotonic() - began, 1)
             with (folder / "denoiser_log.jsonl").open("a") as log:
