@@ -69,16 +69,16 @@ def denoiser_stage(
     from diffusers import AutoencoderKL
 
     from flowrl_img.pico import architecture
+    from flowrl_img.pico.captions import CaptionNoise
     from flowrl_img.pico.denoiser import Schedule, train_denoiser
     from flowrl_img.pico.heldout import held_out_scores
-    from flowrl_img.world.vocabulary import CHARACTERS
 
     torch.set_num_threads(threads)
     torch.set_flush_denormal(True)
     tokenizer = architecture.tokenizer()
     vae = AutoencoderKL.from_pretrained(folder / "vae").eval()
     data = torch.load(folder / "latents.pt", weights_only=True, mmap=True) | {"tokenizer": tokenizer}
-    data["characters"] = torch.tensor(tokenizer.convert_tokens_to_ids(list(CHARACTERS)))
+    data["noise"] = CaptionNoise(tokenizer)
     plan = replace(Schedule(), steps=steps, aux_weight=aux)
     train_denoiser(folder, data, plan, lambda net: held_out_scores(net, vae, tokenizer), minutes)
 

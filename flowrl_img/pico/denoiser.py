@@ -5,8 +5,7 @@ cell from the middle of the network (the world knows them), which teaches bindin
 last part of training the target is extrapolated away from the unconditional prediction, v* + w (v(c) - v()), so that
 sampling needs no guidance: v(c) then settles at guidance scale 1 / (1 - w), so w must stay below 1.
 
-A last stage teaches what captions of the web teach a large model: the caption of a sign often does not say what the sign
-says. The model then misspells as real ones do, which leaves text rewards something to improve.
+The last steps are on captions with mistakes (`flowrl_img.pico.captions`).
 """
 
 from __future__ import annotations
@@ -34,14 +33,12 @@ CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 class Schedule:
     """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero.
 
-    After `steps` come `noisy_steps` at a learning rate that falls from `noisy_lr` to zero, in which a sign's caption has
-    one wrong character with probability `noisy_share`.
+    After `steps` come `noisy_steps` on captions with mistakes, at a learning rate that falls from `noisy_lr` to zero.
     """
 
     steps: int = 14_000
     noisy_steps: int = 1_500
     noisy_lr: float = 5e-4
-    noisy_share: float = 0.6
     batch: int = 32
     lr: float = 1.5e-3
     warmup: int = 300
@@ -127,12 +124,12 @@ def _times(count: int, generator: torch.Generator) -> Tensor:
     return torch.where(torch.rand(count, generator=generator) < 1 / 6, uniform, t)
 
 
-def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: int) -> tuple[Tensor, Tensor]:
+def _batch_loss(net: Denoiser, data: dict[str, Any], plan: Schedule, step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(plan.seed * 1_000_003 + step)
     rows = torch.randint(len(data["latents"]), (plan.batch,), generator=generator)
     x0, tokens = data["latents"][rows], data["tokens"][rows]
     if step >= plan.steps:
-        tokens = _misspelt(tokens, data["characters"], plan.noisy_share, generator)
+        tokens = data["noise"](tokens, generator)
     eps = torch.randn(x0.shape, generator=generator)
     t = _times(plan.batch, generator)
     dropped = torch.rand(plan.batch, generator=generator) < plan.caption_drop
@@ -149,16 +146,6 @@ def _batch_loss(net: Denoiser, data: dict[str, Tensor], plan: Schedule, step: in
     return (v - target).square().mean(), cell_loss
 
 
-def _misspelt(tokens: Tensor, characters: Tensor, share: float, generator: torch.Generator) -> Tensor:
-    """Replace one character of a `share` of the sign captions. tokens: [B, L]; characters: [22], their token ids."""
-    spells = torch.isin(tokens, characters)
-    hit = spells.any(1) & (torch.rand(len(tokens), generator=generator) < share)
-    place = (spells * torch.rand(tokens.shape, generator=generator)).argmax(1)
-    wrong = characters[torch.randint(len(characters), (len(tokens),), generator=generator)]
-    changed = tokens.scatter(1, place[:, None], wrong[:, None])
-    return torch.where(hit[:, None], changed, tokens)
-
-
 @torch.no_grad()
 def _guidance(net: Denoiser, x_t: Tensor, t: Tensor, v: Tensor, empty: Tensor) -> Tensor:
     """v(c) - v(), the direction that classifier-free guidance adds; zero for rows whose caption was dropped."""
@@ -172,7 +159,7 @@ def train_denoiser(
 ) -> Denoiser:
     """Train or resume to `plan.total_steps` (or stop after `minutes`, resumable); returns the averaged network.
 
-    data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L], characters [22] (token ids).
+    data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L], noise (a CaptionNoise).
     `evaluate(net) -> dict` is logged every 1,000 steps to `denoiser_log.jsonl`; `denoiser.pt` is written with it and every 250 steps.
     """
     torch.manual_seed(plan.seed)
