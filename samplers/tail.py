@@ -39,13 +39,19 @@ class FlashTail:
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1 or self.shift <= 0:
             raise ValueError(f"ratio must be in (0, 1] and shift positive, got ratio={self.ratio}, shift={self.shift}")
+        if self.solver.coefficients(torch.linspace(0.99, 0, 33)).std.any():
+            raise ValueError("the tail adds no noise: set the noise level of its solver to 0, or choose another solver")
+
+    def num_steps(self, total: int, last: int) -> int:
+        """Steps of the tail after step `last` of `total`."""
+        if not 0 <= last < total - 1:
+            raise ValueError(f"step {last} of {total} leaves none for a tail: end the window earlier")
+        return max(1, int(self.ratio * (total - last)) - 1)
 
     def sigmas(self, sigmas: Tensor, last: int) -> Tensor:
         """float64 [n+1]: sigmas[last + 1], then n levels down to the end, evenly spaced before the shift."""
         sigmas = check_sigmas(sigmas)
-        if not 0 <= last < len(sigmas) - 2:
-            raise ValueError(f"step {last} of {len(sigmas) - 1} leaves none for a tail: end the window earlier")
-        num_steps = max(1, int(self.ratio * (len(sigmas) - 1 - last)) - 1)
+        num_steps = self.num_steps(len(sigmas) - 1, last)
         start, end = sigmas[last + 1], sigmas[-1]
         line = torch.linspace(self._unshifted(start), self._unshifted(end), num_steps + 1, dtype=torch.float64)
         levels = self.shift * line / (1 + (self.shift - 1) * line)

@@ -38,9 +38,14 @@ class SolverTable:
         """Whether this step has a second pass."""
         return bool(self.corrector[step].any())
 
+    @property
+    def network_calls(self) -> int:
+        """Evaluations of the network in all N steps."""
+        return len(self.keep) + (0 if self.reuse else sum(map(self.corrects, range(len(self.keep)))))
+
 
 class Solver(Protocol):
-    """A recipe for the scalars of every step of a grid."""
+    """A recipe for the scalars of every step of a grid of a flow-matching model."""
 
     def coefficients(self, sigmas: Tensor) -> SolverTable:
         """sigmas: float64 [N+1], strictly falling within [0, 1]. Returns a table of N steps."""

@@ -28,6 +28,7 @@ class CPS:
     """noise_level: a in [0, 2). 0 is the Euler ODE, 1 replaces all noise; 0.8 is the published default."""
 
     name: ClassVar[str] = "cps"
+    process: ClassVar[str] = "flow"
     noise_level: float = 0.8
 
     def __post_init__(self) -> None:
@@ -42,4 +43,4 @@ class CPS:
         t, s = sigmas[:-1], sigmas[1:]
         one, angle = torch.ones_like(t), self.noise_level * math.pi / 2
         kept, fresh = s * abs(math.cos(angle)), s * math.sin(angle)
-        return recombine(x0=(one, -t), eps=(one, 1 - t), alpha_s=1 - s, direction=kept, std=fresh)
+        return recombine(x0=(one, -t), eps=(one, 1 - t), alpha_s=1 - s, direction=kept, std=fresh, dt=s - t)

@@ -25,6 +25,7 @@ class DanceSDE:
     """noise_level: a >= 0, the diffusion coefficient. 0 is the Euler ODE; 0.3 is the published default for FLUX."""
 
     name: ClassVar[str] = "dance_sde"
+    process: ClassVar[str] = "flow"
     noise_level: float = 0.3
 
     def __post_init__(self) -> None:

@@ -56,6 +56,7 @@ class DDIM:
     """
 
     name: ClassVar[str] = "ddim"
+    process: ClassVar[str] = "diffusion"
     eta: float = 1.0
     prediction: Literal["epsilon", "v", "x0"] = "epsilon"
 
@@ -79,4 +80,4 @@ class DDIM:
         alpha = ((1 - sigmas) * (1 + sigmas)).sqrt()
         x0, eps = PARTS[self.prediction](alpha[:-1], sigmas[:-1])
         std, direction = ddim_std(self.eta, alpha, sigmas)
-        return recombine(x0, eps, alpha_s=alpha[1:], direction=direction, std=std)
+        return recombine(x0, eps, alpha_s=alpha[1:], direction=direction, std=std, dt=sigmas.diff())

@@ -26,6 +26,7 @@ class FlowDDIM:
     """eta: share of the ancestral std, in [0, 1]. 0 is the Euler ODE."""
 
     name: ClassVar[str] = "flow_ddim"
+    process: ClassVar[str] = "flow"
     eta: float = 1.0
 
     def __post_init__(self) -> None:
@@ -35,6 +36,6 @@ class FlowDDIM:
     def coefficients(self, sigmas: Tensor) -> StepTable:
         """sigmas: float64 [N+1], strictly falling within [0, 1]. Returns a table of N steps."""
         sigmas = check_sigmas(sigmas)
-        t, one = sigmas[:-1], torch.ones_like(sigmas[:-1])
+        t, s, one = sigmas[:-1], sigmas[1:], torch.ones_like(sigmas[:-1])
         std, direction = ddim_std(self.eta, 1 - sigmas, sigmas)
-        return recombine(x0=(one, -t), eps=(one, 1 - t), alpha_s=1 - sigmas[1:], direction=direction, std=std)
+        return recombine(x0=(one, -t), eps=(one, 1 - t), alpha_s=1 - s, direction=direction, std=std, dt=s - t)

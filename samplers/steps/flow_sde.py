@@ -38,6 +38,7 @@ class FlowSDE:
     noise_level: float = 0.7
 
     name: ClassVar[str] = "flow_sde"
+    process: ClassVar[str] = "flow"
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_level < float("inf"):

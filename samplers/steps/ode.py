@@ -18,9 +18,10 @@ class ODE:
     """A = 1, B = dt, std = 0. Equals the step of diffusers' FlowMatchEulerDiscreteScheduler."""
 
     name: ClassVar[str] = "ode"
+    process: ClassVar[str] = "flow"
 
     def coefficients(self, sigmas: Tensor) -> StepTable:
         """sigmas: float64 [N+1], strictly falling within [0, 1]. Returns a table of N steps."""
         dt = check_sigmas(sigmas).diff()
         zero = torch.zeros_like(dt)
-        return StepTable(A=torch.ones_like(dt), B=dt, std=zero, sigma_t=zero)
+        return StepTable(A=torch.ones_like(dt), B=dt, std=zero, sigma_t=zero, dt=dt)

@@ -36,15 +36,21 @@ class StepTable:
     sigma_t: Tensor
     """[N] diffusion coefficient, std without sqrt(-dt); only the published form of the Flow-GRPO KL reads it. Rules
     that discretise no SDE (CPS, DDIM) have none and put std here, which makes that form the true KL."""
+    dt: Tensor
+    """[N] s - t, negative: the length of the step, by which GRPO-Guard divides a loss."""
 
     def rows(self, index: Tensor) -> StepTable:
         """index: [R] int64 step of each row, in [0, N). Returns the same scalars per row, each [R]."""
         index = index.to(self.A.device)
-        return StepTable(self.A[index], self.B[index], self.std[index], self.sigma_t[index])
+        return StepTable(self.A[index], self.B[index], self.std[index], self.sigma_t[index], self.dt[index])
 
 
 class StepRule(Protocol):
-    """A recipe for the scalars of every step of a grid."""
+    """A recipe for the scalars of every step of a grid.
+
+    A class attribute `process` = "diffusion" says that it steps models of the noising x_t = sqrt(1 - t^2) x0 + t eps;
+    "flow", or none, that it steps flow-matching models.
+    """
 
     def coefficients(self, sigmas: Tensor) -> StepTable:
         """sigmas: float64 [N+1], strictly falling within [0, 1]. Returns a table of N steps."""
@@ -71,14 +77,15 @@ def sde_table(sigmas: Tensor, sigma_t: Tensor) -> StepTable:
     """
     t, dt = sigmas[:-1], sigmas.diff()
     drift = sigma_t**2 / (2 * t)
-    return StepTable(A=1 + drift * dt, B=(1 + drift * (1 - t)) * dt, std=sigma_t * (-dt).sqrt(), sigma_t=sigma_t)
+    B = (1 + drift * (1 - t)) * dt
+    return StepTable(A=1 + drift * dt, B=B, std=sigma_t * (-dt).sqrt(), sigma_t=sigma_t, dt=dt)
 
 
-def recombine(x0: Part, eps: Part, alpha_s: Tensor, direction: Tensor, std: Tensor) -> StepTable:
+def recombine(x0: Part, eps: Part, alpha_s: Tensor, direction: Tensor, std: Tensor, dt: Tensor) -> StepTable:
     """mean = alpha_s x0 + direction eps, of the predicted clean part x0 and noise part eps of x_t. All [N]."""
     A = alpha_s * x0[0] + direction * eps[0]
     B = alpha_s * x0[1] + direction * eps[1]
-    return StepTable(A=A, B=B, std=std, sigma_t=std)
+    return StepTable(A=A, B=B, std=std, sigma_t=std, dt=dt)
 
 
 def ddim_std(eta: float, alpha: Tensor, sigmas: Tensor) -> tuple[Tensor, Tensor]:

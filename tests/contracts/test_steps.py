@@ -1,6 +1,6 @@
 """What every step rule keeps, found by file name: finite scalars, exact determinism without noise, honest std, moments.
 
-Rules of flow-matching models are those that accept a grid from 1 to 0; the others are for diffusion grids.
+`process` of a rule says whether it steps flow-matching models, whose grids lead from 1 to 0, or diffusion models.
 """
 
 from __future__ import annotations
@@ -23,19 +23,12 @@ INTERIOR = line(6, 0.95, 0.05)
 NOISE = ("noise_level", "eta")
 
 
-def accepts(rule, sigmas):
-    try:
-        return bool(rule.coefficients(sigmas))
-    except ValueError:
-        return False
-
-
-FLOW = sorted(name for name, rule in RULES.items() if accepts(rule, line(4)))
+FLOW = sorted(name for name, rule in RULES.items() if rule.process == "flow")
 RANDOM = sorted(name for name, rule in RULES.items() if rule.coefficients(INTERIOR).std.any())
 
 
 def columns(table):
-    return [table.A, table.B, table.std, table.sigma_t]
+    return [table.A, table.B, table.std, table.sigma_t, table.dt]
 
 
 def test_the_known_rules_are_found_and_told_apart():
@@ -53,6 +46,7 @@ def test_a_table_has_finite_float64_scalars_for_every_step(name):
             assert column.dtype == torch.float64
             assert column.isfinite().all()
         assert (RULES[name].coefficients(sigmas).std >= 0).all()
+        assert torch.equal(RULES[name].coefficients(sigmas).dt, sigmas.diff())
 
 
 @pytest.mark.parametrize("name", RULES)
