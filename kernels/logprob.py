@@ -22,6 +22,7 @@ __all__ = [
     "DeterministicStepError",
     "Square",
     "Weighting",
+    "guard_log_ratio",
     "kl",
     "kl_sigma",
     "log_prob",
@@ -68,6 +69,16 @@ def square_log_ratio(DOLD2: Tensor, CROSS: Tensor, B: Tensor) -> Tensor:
     """
     B = B.to(DOLD2)
     return 2 * B * CROSS - B**2 * DOLD2
+
+
+def guard_log_ratio(CROSS: Tensor, B: Tensor, std: Tensor) -> Tensor:
+    """GRPO-Guard's exponent: mean (mu - mu_old) z = B CROSS / std, with z the noise that drew x_s.
+
+    It is std (log_ratio + B^2 DOLD2 / (2 std^2)): of mean 0 under the old policy, and of one spread at every step for
+    equal mu - mu_old. Per row, where published code takes batch means; published losses are also divided by -dt.
+    CROSS, B, std: [rows]. Returns [rows]. Source: GRPO-Guard, arXiv 2510.22319.
+    """
+    return B.to(CROSS) * CROSS / std.to(CROSS)
 
 
 def kl(DREF2: Tensor, B: Tensor, std: Tensor) -> Tensor:

@@ -7,12 +7,14 @@ from torch.distributions import Normal, kl_divergence
 from flowrl_img.kernels.logprob import (
     WEIGHTINGS,
     DeterministicStepError,
+    guard_log_ratio,
     kl,
     kl_sigma,
     log_prob,
     log_ratio,
 )
 from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
+from flowrl_img.samplers.steps.flow_sde import FlowSDE
 
 ROWS, SHAPE = 3, (3, 4, 16, 16)
 A = torch.tensor([0.755, 0.884, 0.909], dtype=torch.float64)
@@ -118,6 +120,50 @@ def test_scalars_may_come_from_the_host_in_float64():
     moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
     assert log_prob(moments[:, E2], STD).dtype == torch.float32
     assert log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD).dtype == torch.float32
+
+
+# --- GRPO-Guard -----------------------------------------------------------------------------------------------------
+
+GUARD = [f"guard_{name}" for name in ("s0", "s2", "s5", "s8", "s2_large", "s6_large", "s0_large", "s3_kl")]
+
+
+def guarded(case, rows):
+    """Moments of the current velocity and the table of its rows, in float64; v requires a gradient."""
+    table = FlowSDE(case.scalars["noise_level"]).coefficients(case["sigmas"]).rows(rows)
+    x_t, x_s, v, v_old = (case[k].double() for k in ("x", "x_next", "v_theta", "v_old"))
+    v.requires_grad_()
+    return v, transition_moments(v, None, 1.0, x_t, x_s, table.A, table.B, v_old=v_old), table
+
+
+@pytest.mark.parametrize("name", [*GUARD, "guard_s4_outside_pos", "guard_s4_outside_neg"])
+def test_the_guard_exponent_meets_the_published_ratio_loss_and_gradient(golden, name):
+    case = golden("guard", name)
+    v, moments, table = guarded(case, case["step_index"])
+    ratio = guard_log_ratio(moments[:, CROSS], table.B, table.std).exp()
+    advantage, clip = case["advantages"].clamp(-5, 5), case.scalars["clip_range"]
+    surrogate = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(1 - clip, 1 + clip)) / -table.dt
+    case.check("ratio", ratio)
+    case.check("policy_loss", surrogate.mean())
+    if name != "guard_s3_kl":  # that loss holds a KL too
+        surrogate.mean().backward()
+        case.check("grad_v_theta", v.grad)
+
+
+def test_the_guard_exponent_of_a_row_does_not_depend_on_the_rows_beside_it(golden):
+    case = golden("guard", "trap_guard_batch_bias")
+    v, moments, table = guarded(case, torch.full((3,), case.scalars["step_index"]))
+    case.check("ratio_per_sample", guard_log_ratio(moments[:, CROSS], table.B, table.std).exp())
+
+
+def test_the_guard_exponent_is_the_log_ratio_freed_of_its_bias_times_std():
+    x_t, x_s, v, v_old, _ = transition(0.3)
+    moments = transition_moments(v, None, 1.0, x_t, x_s, A, B, v_old=v_old)
+    bias = per_row_mean((wide(B) * (v - v_old)) ** 2) / (2 * STD**2)
+    expected = STD * (log_ratio(moments[:, DOLD2], moments[:, CROSS], B, STD) + bias)
+    found = guard_log_ratio(moments[:, CROSS], B, STD)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
+    z = (x_s - wide(A) * x_t - wide(B) * v_old) / wide(STD)
+    torch.testing.assert_close(found, per_row_mean(wide(B) * (v - v_old) * z), rtol=1e-10, atol=1e-14)
 
 
 # --- the two conventions -------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ def test_sa_solver_with_published_terms_equals_diffusers_on_the_same_levels(tau,
     ("name", "solver"),
     [
         ("euler_sd3N10", Euler()),
+        ("euler_diffusers_sd3N10", Euler()),
         ("dpm1_sd3N10", DPM2(first_order_end=10)),
         ("dpm2_sd3N10", DPM2Published()),
         ("dpm2_sd3N25", DPM2Published()),

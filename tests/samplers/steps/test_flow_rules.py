@@ -43,6 +43,8 @@ def walk(case, table, weighting, steps, given=()):
     [
         ("dance_sd3N10_a0.3", DanceSDE(0.3), Density()),
         ("dance_sd3N10_a0.7", DanceSDE(0.7), Density()),
+        ("cps_sd3N10_a0.3", CPS(0.3), Square()),
+        ("cps_packed_sd3N10_a0.7", CPS(0.7), Square()),
         ("cps_sd3N10_a0.8", CPS(0.8), Square()),
         ("cps_sd3N10_a1.2", CPS(1.2), Square()),
     ],
