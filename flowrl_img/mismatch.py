@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_img.kernels.logprob import log_ratio
-
 __all__ = ["NonFiniteError", "RolloutMismatchError", "check_first_update"]
 
 RATIO_LIMIT = 1e-6
@@ -45,13 +43,13 @@ def check_first_update(trainer: Any, edges: Any, scored: Any, batches: Sequence[
         moments = trainer.predict(points)
         if not moments.finite():
             trainer._refuse(scored, rows, edges)
-        worst_ratio = max(worst_ratio, _ratio_error(moments))
+        worst_ratio = max(worst_ratio, _ratio_error(trainer, moments))
         residual = moments.e2 / moments.table.std.to(moments.e2) ** 2
         stored = scored.rollout.edges.residual[rows].to(residual)
         worst_residual = max(worst_residual, float((residual / stored - 1).abs().max()))
         if trainer._rescores:
             drawn = trainer.predict(trainer.points(scored.rollout.edges, scored, rows))
-            layout = max(layout, _ratio_error(drawn))
+            layout = max(layout, _ratio_error(trainer, drawn))
     worst_ratio, worst_residual = trainer.processes.max(worst_ratio), trainer.processes.max(worst_residual)
     low_precision = trainer._rescores
     if worst_ratio > limit:
@@ -71,6 +69,5 @@ def check_first_update(trainer: Any, edges: Any, scored: Any, batches: Sequence[
     return spread | ({"layout_ratio_error": trainer.processes.max(layout)} if low_precision else {})
 
 
-def _ratio_error(moments: Any) -> float:
-    delta = log_ratio(moments.dold2, moments.cross, moments.table.B, moments.table.std)
-    return float(delta.double().expm1().abs().max())
+def _ratio_error(trainer: Any, moments: Any) -> float:
+    return float(trainer.objective.log_ratio(moments).double().expm1().abs().max())

@@ -3,18 +3,19 @@
     loss = max(-A r, -A clip(r, 1 - c, 1 + c)) + w KL,    r = exp(log_ratio)
 
 Per row of a micro-batch; the loop averages. The ratio is the difference form of the mean log-prob over latent elements,
-so clip ranges are small (1e-4 and below at published sizes). Source: Flow-GRPO, arXiv 2505.05470, Eq. 5.
+so clip ranges are small (1e-4 and below at published sizes). Source: Flow-GRPO, arXiv 2505.05470, Eq. 5; with
+`log_prob: square` and the step rule `cps`, Flow-CPS, arXiv 2509.05952.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from flowrl_img.kernels.logprob import kl, kl_sigma, log_ratio
+from flowrl_img.kernels.logprob import WEIGHTINGS, kl, kl_sigma
 from flowrl_img.types import Moments
 
 __all__ = ["FlowGRPO"]
@@ -25,18 +26,22 @@ KL_FORMS = ("variance", "published")
 
 @dataclass(frozen=True)
 class FlowGRPO:
-    """clip_range: c > 0, or (low, high). kl_weight: w >= 0; 0 skips the reference forward. adv_clip: |A| is cut there.
+    """clip_range: c > 0, or (low, high). kl_weight: w >= 0; 0 skips the reference forward.
 
     kl_form: "variance" is the true KL, B^2 |v - v_ref|^2 / (2 std^2); "published" divides by 2 sigma_t^2, as the
     public Flow-GRPO code does, which is (-dt) times smaller. detach_uncond: no gradient into the unconditional branch.
+    log_prob: "density", the Gaussian's own, or "square", minus the mean square error without 1 / (2 std^2) and the
+    constants, as in Flow-CPS. Log-ratios differ by 2 std^2: a clip range belongs to one of the two (CPS: 1e-5).
     """
 
     clip_range: float | tuple[float, float] = 1e-4
     kl_weight: float = 0.0
     kl_form: str = "variance"
     detach_uncond: bool = False
+    log_prob: Literal["density", "square"] = "density"
 
     name: ClassVar[str] = "flow_grpo"
+    points: ClassVar[str] = "transitions"
 
     def __post_init__(self) -> None:
         low, high = self.clip
@@ -44,6 +49,8 @@ class FlowGRPO:
             raise ValueError(f"clip_range must be positive (and below 1 downwards), got {self.clip_range}")
         if self.kl_weight < 0:
             raise ValueError(f"kl_weight must be 0 or more, got {self.kl_weight}")
+        if self.log_prob not in WEIGHTINGS:
+            raise ValueError(f"log_prob must be one of {', '.join(WEIGHTINGS)}, not {self.log_prob!r}")
         if self.kl_form not in KL_FORMS:
             raise ValueError(f"kl_form must be one of {', '.join(KL_FORMS)}, not {self.kl_form!r}")
 
@@ -60,10 +67,17 @@ class FlowGRPO:
         """Weight sets whose velocity is read besides the current one."""
         return frozenset({"old", "reference"} if self.kl_weight > 0 else {"old"})
 
+    def log_ratio(self, moments: Moments) -> Tensor:
+        """[R] log of the ratio; exactly 0 where the velocities are equal.
+
+        DeterministicStepError where a density is asked of a step without noise.
+        """
+        table = moments.table
+        return WEIGHTINGS[self.log_prob].log_ratio(moments.dold2, moments.cross, table.B, table.std)
+
     def __call__(self, moments: Moments, advantage: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """advantage: [R], already clipped. Returns (loss [R], metrics [R] each: ratio, clipped, kl, policy_loss)."""
-        table = moments.table
-        delta = log_ratio(moments.dold2, moments.cross, table.B, table.std)
+        delta = self.log_ratio(moments)
         ratio = delta.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         low, high = self.clip
         advantage = advantage.to(ratio)

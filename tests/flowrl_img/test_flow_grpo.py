@@ -1,11 +1,13 @@
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
-from flowrl_img.kernels.logprob import log_prob
-from flowrl_img.kernels.transition import transition_moments
+from flowrl_img.kernels.logprob import WEIGHTINGS, DeterministicStepError, log_prob
+from flowrl_img.kernels.transition import E2, transition_moments
 from flowrl_img.objectives.flow_grpo import FlowGRPO
+from flowrl_img.samplers.steps.cps import CPS
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.samplers.steps.table import StepTable
 from flowrl_img.types import Moments
@@ -36,6 +38,37 @@ def test_published_loss_and_gradient_are_met(golden, name):
     case.check("ratio", metrics["ratio"])
     case.check("policy_loss", metrics["policy_loss"].mean())
     case.check("grad_v_theta", v.grad)
+
+
+def test_the_square_log_prob_on_cps_steps_meets_the_published_loss(golden):
+    case = golden("flow_grpo", "flowgrpo_cps")
+    table = CPS(case.scalars["noise_level"]).coefficients(case["sigmas"].double()).rows(case["step_index"].long())
+    v = case["v_theta"].double().requires_grad_()
+    states = (case["x"].double(), case["x_next"].double(), table.A, table.B)
+    columns = transition_moments(v, None, 1.0, *states, v_old=case["v_old"].double())
+    objective = FlowGRPO(case.scalars["clip_range"], log_prob="square")
+    loss, metrics = objective(Moments.of(columns, table), case["advantages"].clamp(-5, 5))
+    loss.mean().backward()
+    case.check("loss", loss.mean())
+    case.check("ratio", metrics["ratio"])
+    case.check("grad_v_theta", v.grad)
+    case.check("logp_new", WEIGHTINGS["square"].log_prob(columns[:, E2].detach(), table.std))
+
+
+def test_a_step_without_noise_has_no_density_and_may_have_a_square():
+    moments = moments_with(torch.tensor([0.0, 0.1]))
+    silent = dataclasses.replace(moments, table=dataclasses.replace(moments.table, std=torch.tensor([1.0, 0.0])))
+    with pytest.raises(DeterministicStepError, match="no density"):
+        FlowGRPO()(silent, torch.ones(2))
+    loss, _ = FlowGRPO(log_prob="square")(silent, torch.ones(2))
+    assert loss.isfinite().all()
+
+
+def test_the_square_log_ratio_is_the_densitys_times_twice_the_variance():
+    table = StepTable(*(torch.tensor([x, x]) for x in (1.0, -0.1, 0.5, 0.7, -0.1)))
+    moments = Moments(*torch.rand(4, 2, generator=torch.Generator().manual_seed(0)), table)
+    density, square = FlowGRPO().log_ratio(moments), FlowGRPO(log_prob="square").log_ratio(moments)
+    torch.testing.assert_close(square, 2 * table.std**2 * density)
 
 
 def test_float32_case_is_met_in_float32(golden):
@@ -78,7 +111,7 @@ def moments_with(log_ratio: torch.Tensor, dref2: float = 0.0) -> Moments:
     """Moments of unit std and B = -1 whose log-ratio is `log_ratio` (through the cross term alone)."""
     rows = len(log_ratio)
     one = torch.ones(rows)
-    table = StepTable(one, -one, one, one)
+    table = StepTable(one, -one, one, one, -one)
     zero = torch.zeros(rows)
     return Moments(zero, zero + dref2, zero, -log_ratio, table)
 
@@ -132,7 +165,9 @@ def test_the_reference_is_needed_only_with_a_kl_weight():
     assert FlowGRPO(kl_weight=0.01).needs == {"old", "reference"}
 
 
-@pytest.mark.parametrize("wrong", [{"clip_range": 0}, {"clip_range": -1e-4}, {"kl_weight": -1}, {"kl_form": "k3"}])
+@pytest.mark.parametrize(
+    "wrong", [{"clip_range": 0}, {"clip_range": -1e-4}, {"kl_weight": -1}, {"kl_form": "k3"}, {"log_prob": "sum"}]
+)
 def test_wrong_fields_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         FlowGRPO(**wrong)
