@@ -24,6 +24,7 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
+    "TailConfig",
     "WeightsConfig",
     "WindowConfig",
 ]
@@ -94,13 +95,50 @@ class RewardConfig(PartConfig):
 
 
 class WindowConfig(Section):
-    """Which steps are stochastic and trained."""
+    """Which steps are stochastic and trained: a list of them, or `size` neighbours that move within [low, high)."""
 
+    steps: tuple[int, ...] | None = Field(
+        None, min_length=1, description="exactly these steps, 0 the noisiest; null: as the other keys say"
+    )
     size: int | None = Field(None, gt=0, description="steps in the window; null: the whole range")
     low: int = Field(0, ge=0, description="first step a window may hold")
     high: int | None = Field(None, description="end (exclusive) of the range; null: all but the last step")
-    schedule: Literal["random", "progressive", "fixed"] = Field("random", description="fixed: starts at low")
-    every: int = Field(1, gt=0, description="rollouts that a window stays where it is")
+    schedule: Literal["random", "progressive", "decay", "exp_decay", "fixed"] = Field(
+        "random",
+        description="how it moves; decay and exp_decay: progressive, longer at noisy steps; fixed: stays at low",
+    )
+    every: int = Field(1, gt=0, description="rollouts that a window stays where it is; with decay, exp_decay: at most")
+    stride: int = Field(1, gt=0, description="progressive, decay, exp_decay: steps of one move")
+    shortest: int = Field(1, gt=0, description="decay: rollouts that a window stays, at least")
+    rate: float = Field(0.1, ge=0, description="exp_decay: stays shrink by exp(-rate) with every step after `knee`")
+    knee: int = Field(13, ge=0, description="exp_decay: last start at which a window stays `every` rollouts")
+
+    @model_validator(mode="after")
+    def _says_nothing_that_is_not_used(self) -> WindowConfig:
+        moves = {"every", "stride"}
+        by_schedule = {"random": {"every"}, "progressive": moves, "fixed": set()}
+        by_schedule |= {"decay": moves | {"shortest"}, "exp_decay": moves | {"rate", "knee"}}
+        used = {"steps", "size", "low", "high", "schedule", *by_schedule[self.schedule]}
+        who = f"schedule {self.schedule!r}"
+        if self.size is None:
+            used, who = {"steps", "low", "high"}, "a window of no size, which does not move,"
+        if self.steps is not None:
+            used, who = {"steps"}, "a list of steps"
+        changed = (name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default)
+        if unused := sorted(set(changed) - used):
+            raise ValueError(f"{who} does not use {', '.join(unused)}: leave it out")
+        return self
+
+
+class TailConfig(Section):
+    """Few solver steps after the last stochastic step in place of the rest of the grid, as in MixGRPO-Flash.
+
+    Where `rollout.tail` is left out, the grid is walked to its end.
+    """
+
+    ratio: float = Field(0.4, gt=0, le=1, description="share of the remaining steps that is taken")
+    shift: float = Field(3.0, gt=0, description="time shift of the levels, best that of the model's own grid")
+    solver: PartConfig = Field(PartConfig(name="dpm2_published"), description="solver plug-in, without noise")
 
 
 class RolloutConfig(Section):
@@ -112,6 +150,10 @@ class RolloutConfig(Section):
     guidance: float = Field(1.0, ge=0, description="CFG scale; 1 runs the network once per step")
     step: PartConfig = Field(PartConfig(name="flow_sde"), description="step rule plug-in and its fields")
     window: WindowConfig = WindowConfig()
+    tail: TailConfig | None = Field(None, description="null: the grid is walked to its end")
+    solver: PartConfig | None = Field(
+        None, description="solver plug-in of objectives that train on clean samples, in place of `step` and `window`"
+    )
     batch: int = Field(32, gt=0, description="images sampled at once in each process")
     shared_noise: bool = Field(False, description="one initial noise for a whole group")
 
@@ -137,7 +179,8 @@ class EvaluationConfig(Section):
     """Held-out evaluation, with equal seeds before and after."""
 
     pictures: int = Field(192, gt=0, description="pictures, equally many per task")
-    steps: int = Field(20, gt=0, description="ODE steps")
+    steps: int = Field(20, gt=0, description="denoising steps")
+    solver: PartConfig = Field(PartConfig(name="euler"), description="solver plug-in and its fields")
     guidance: float = Field(1.0, ge=0, description="CFG scale")
     every: int | None = Field(None, gt=0, description="updates between evaluations; null: before and after only")
     batch: int = Field(64, gt=0, description="pictures sampled at once in each process")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flowrl_img.parallel import Processes
 from flowrl_img.rewards.score import score
-from flowrl_img.rollout import generate
+from flowrl_img.rollout import EULER, generate
+from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.types import PromptSet, Sample
 
 __all__ = ["Evaluation", "Interval", "evaluate", "gain", "level"]
@@ -64,11 +65,14 @@ def evaluate(
     guidance: float,
     batch: int,
     processes: Processes,
+    solver: Solver = EULER,
     keep: int = 0,
     report: Mapping[str, Any] | None = None,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Evaluation:
-    """Score the ODE pictures of `samples` with whatever weights are active. `report`: further rewards, by name.
+    """Score the pictures that `solver` draws of `samples` with the weights that are active.
+
+    report: further rewards, by name.
 
     Samples are shared between processes and joined by id, so each counts once whatever their number.
     """
@@ -78,7 +82,9 @@ def evaluate(
     wanted = {s.id for s in samples[:keep]}
     for start in range(0, len(mine), batch):
         chunk = mine[start : start + batch]
-        images = generate(model, prompts, chunk, num_steps=num_steps, guidance=guidance, seed=EVAL_SEED, batch=batch)
+        images = generate(
+            model, prompts, chunk, num_steps=num_steps, guidance=guidance, solver=solver, seed=EVAL_SEED, batch=batch
+        )
         for name, values in _score(reward, report or {}, images, prompts, chunk).items():
             scores.setdefault(name, []).extend(values)
         kept += [image for image, s in zip(images, chunk, strict=True) if s.id in wanted]

@@ -38,8 +38,8 @@ def evaluate_run(run: Path, *, pictures: int, prompts: str | None = None, thread
     def scored() -> Evaluation:
         return evaluate(
             model, parts.held_out, samples, parts.reward, num_steps=config.evaluation.steps,
-            guidance=config.evaluation.guidance, batch=config.evaluation.batch, processes=Processes(),
-            keep=len(samples), report=parts.report,
+            guidance=config.evaluation.guidance, batch=config.evaluation.batch, solver=parts.evaluation_solver,
+            processes=Processes(), keep=len(samples), report=parts.report,
         )  # fmt: skip
 
     with weights.use("reference"):

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowrl_img import plugins
-from flowrl_img.config import Config, WindowConfig
+from flowrl_img.config import Config
+from flowrl_img.window import candidates, window_problems, window_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Plan", "make_plan", "stochastic_range"]
+__all__ = ["Plan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Plan:
     micro_batches_per_process: int
     """forward-backward passes of each process for one update"""
     sampling_evaluations: int
-    """per rollout, no gradient"""
+    """per rollout, no gradient; at most, where a tail follows a moving window"""
     training_evaluations: int
     """per rollout, with gradient, each trained point once"""
     reference_evaluations: int
@@ -58,7 +59,7 @@ class Plan:
     peak_decoded_per_process: int
     """pictures decoded at once"""
     peak_latents_per_process: int
-    """latents held between rollout and update: the states of each picture's window and the velocities between them"""
+    """latents held between rollout and update: the states of each picture's window, the velocities between them, x0"""
 
     @property
     def evaluations(self) -> int | None:
@@ -109,13 +110,12 @@ def make_plan(config: Config, num_processes: int = 1, needs: Collection[str] | N
     rollout, run = config.rollout, config.run
     images = rollout.groups * rollout.group_size
     share = images // num_processes
-    low, high = stochastic_range(rollout.window, rollout.steps)
-    trained = rollout.window.size or high - low
+    trained = window_size(rollout.window, rollout.steps)
     passes = 1 if rollout.guidance == 1 else 2
     points = images * trained
     updates = None if run.rollouts is None else run.rollouts * run.updates_per_rollout
     evaluation = config.evaluation
-    heldout = evaluation.pictures * evaluation.steps * (1 if evaluation.guidance == 1 else 2)
+    heldout = evaluation.pictures * _evaluation_calls(config) * (1 if evaluation.guidance == 1 else 2)
     return Plan(
         num_processes=num_processes,
         groups=rollout.groups,
@@ -130,49 +130,46 @@ def make_plan(config: Config, num_processes: int = 1, needs: Collection[str] | N
         images_per_update=images // run.updates_per_rollout,
         points_per_update=points // run.updates_per_rollout,
         micro_batches_per_process=math.ceil(points // run.updates_per_rollout // num_processes / run.micro_batch),
-        sampling_evaluations=images * rollout.steps * passes,
+        sampling_evaluations=images * _sampling_calls(config) * passes,
         training_evaluations=points * passes,
         reference_evaluations=points * passes if "reference" in needs else 0,
         heldout_evaluations=heldout,
         heldout_pictures=evaluation.pictures,
         heldout_rounds=_rounds(updates, evaluation.every),
         peak_decoded_per_process=min(share, rollout.batch),
-        peak_latents_per_process=share * (2 * trained + 1),
+        peak_latents_per_process=share * (2 * trained + 2),
     )
 
 
-def stochastic_range(window: WindowConfig, steps: int) -> tuple[int, int]:
-    """[low, high) of the steps that may be stochastic; the last step is left out unless `high` names it."""
-    return window.low, steps - 1 if window.high is None else window.high
+def _sampling_calls(config: Config) -> int:
+    """Network calls that draw one picture of a rollout, guidance aside."""
+    from flowrl_img import sampling
+
+    rollout = config.rollout
+    if rollout.solver is not None:
+        solver = plugins.build("solvers", rollout.solver.section(), where="rollout.solver")
+        return sampling.network_calls(solver, rollout.steps)
+    tail = sampling.tail_of(config)
+    if tail is None:
+        return rollout.steps
+    ends = candidates(rollout.window, rollout.steps)[window_size(rollout.window, rollout.steps) - 1 :]
+    return max(i + 1 + sampling.network_calls(tail.solver, tail.num_steps(rollout.steps, i)) for i in ends)
+
+
+def _evaluation_calls(config: Config) -> int:
+    """Network calls that draw one held-out picture, guidance aside."""
+    from flowrl_img import sampling
+
+    return sampling.network_calls(sampling.evaluation_solver_of(config), config.evaluation.steps)
 
 
 def _check(config: Config, num_processes: int) -> None:
     if num_processes < 1:
         raise ValueError(f"num_processes = {num_processes}: must be at least 1")
-    problems = [*_window_problems(config), *_division_problems(config, num_processes)]
+    window = window_problems(config.rollout.window, config.rollout.steps)
+    problems = [*window, *_division_problems(config, num_processes)]
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def _window_problems(config: Config) -> list[str]:
-    window, steps = config.rollout.window, config.rollout.steps
-    low, high = stochastic_range(window, steps)
-    if high > steps:
-        return [
-            f"rollout.window.high = {high}: the rollout has {steps} steps; "
-            f"use rollout.window.high = {steps} or below, or rollout.steps = {high} or more"
-        ]
-    if high <= low:
-        return [
-            f"rollout.window: no step lies in [{low}, {high}) of {steps} steps; "
-            f"use rollout.window.low = {max(high - 1, 0)} or below, or rollout.steps = {low + 2} or more"
-        ]
-    if window.size is not None and window.size > high - low:
-        return [
-            f"rollout.window.size = {window.size}: only {high - low} steps lie in [{low}, {high}); "
-            f"use {high - low} or fewer, or widen rollout.window.low and .high"
-        ]
-    return []
 
 
 def _division_problems(config: Config, num_processes: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Names to objects: one rule for objectives, step rules, models, rewards and detectors, with no list to edit.
+"""Names to objects: one rule for objectives, step rules, solvers, models, rewards and detectors, with no list to edit.
 
 A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else the built-in module
 of that name, which exports (in `__all__`) one object whose `name` is the module's own. The parameters of that object
@@ -21,6 +21,7 @@ __all__ = ["available", "build", "check_options", "make", "nearest", "resolve"]
 PACKAGES: Mapping[str, str] = {
     "objectives": "flowrl_img.objectives",
     "steps": "flowrl_img.samplers.steps",
+    "solvers": "flowrl_img.samplers.solvers",
     "models": "flowrl_img.models",
     "rewards": "flowrl_img.rewards",
     "detectors": "flowrl_img.rewards.detectors",

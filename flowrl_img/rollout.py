@@ -1,12 +1,14 @@
-"""Independent rollouts: every sample walks from its own noise to an image; trained transitions are kept as edges.
+"""Independent rollouts: every sample walks from its own noise to an image.
 
-No gradient is recorded. Noise is keyed by (run seed, rollout, group, image, step), so a sample does not depend on its
+`roll` keeps the trained transitions as edges; `draw` and `generate` keep none and may use any solver. No gradient is
+recorded. Noise is keyed by (run seed, rollout, group, image, step), so a sample does not depend on its
 batch mates, on the process that draws it, or on what was drawn before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,12 +17,16 @@ from torch import Tensor
 from flowrl_img import seeds
 from flowrl_img.guidance import guided
 from flowrl_img.samplers.loop import Trajectory, sample
-from flowrl_img.samplers.steps.ode import ODE
+from flowrl_img.samplers.solve import solve
+from flowrl_img.samplers.solvers.euler import Euler
+from flowrl_img.samplers.solvers.table import Solver
+from flowrl_img.samplers.tail import FlashTail, sample_with_tail
 from flowrl_img.types import Edges, Leaves, PromptSet, Rollout, Sample
 
-__all__ = ["generate", "roll"]
+__all__ = ["draw", "generate", "roll"]
 
 Progress = Callable[[int], None]
+EULER = Euler()
 ROOT_SEED = "root"  # namespaces of the keys
 SDE_SEED = "sde"
 
@@ -28,54 +34,106 @@ SDE_SEED = "sde"
 @torch.no_grad()
 def roll(
     model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, step_rule: Any,
-    stochastic: Sequence[int], seed: int, batch: int, shared_noise: bool = False, progress: Progress = lambda n: None,
+    stochastic: Sequence[int], seed: int, batch: int, shared_noise: bool = False, tail: FlashTail | None = None,
+    progress: Progress = lambda n: None,
 ) -> Rollout:  # fmt: skip
-    """Draw `samples`, stochastic at the steps `stochastic`, all of which are kept. Returns one process's rollout."""
+    """Draw `samples`, stochastic at the steps `stochastic`, all of which are kept. Returns one process's rollout.
+
+    tail: what follows the last stochastic step in place of the rest of the grid; the kept steps are the same bits.
+    """
     sigmas = model.sigmas(num_steps)
     table = step_rule.coefficients(sigmas)
-    parts, images = [], []
-    for start in range(0, len(samples), batch):
-        chunk = samples[start : start + batch]
-        walk = _walk(model, prompts, chunk, sigmas, step_rule, stochastic, guidance, seed, shared_noise)
-        parts.append(_edges(walk, table, start, len(chunk)))
+    parts: list[Edges] = []
+    latents: list[Tensor] = []
+    images: list[Tensor] = []
+    done = 0
+    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise):
+        steps = (sigmas, step_rule, stochastic, chunk.noise)
+        if tail is None:
+            walk = sample(chunk.velocity, chunk.start(), *steps, keep=stochastic)
+        else:
+            walk = sample_with_tail(chunk.velocity, chunk.start(), *steps, tail, keep=stochastic)
+        parts.append(_edges(walk, table, done, len(walk.x0)))
+        done += len(walk.x0)
+        latents.append(walk.x0)
         images.append(model.decode(walk.x0))
-        progress(len(chunk))
-    empty = torch.zeros(0, 3, model.resolution, model.resolution)
-    return Rollout(Leaves(tuple(samples), torch.cat(images) if images else empty), _join(parts), sigmas, table)
+        progress(len(walk.x0))
+    return Rollout(_leaves(model, samples, images, latents), _join(parts), sigmas, table)
+
+
+@torch.no_grad()
+def draw(
+    model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, solver: Solver,
+    seed: int, batch: int, shared_noise: bool = False, progress: Progress = lambda n: None,
+) -> Leaves:  # fmt: skip
+    """The leaves of a rollout that needs no log-prob: any solver, stochastic or not, and nothing of the path kept."""
+    latents: list[Tensor] = []
+    images: list[Tensor] = []
+    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise):
+        latents.append(solve(chunk.velocity, chunk.start(), model.sigmas(num_steps), solver, chunk.noise))
+        images.append(model.decode(latents[-1]))
+        progress(len(latents[-1]))
+    return _leaves(model, samples, images, latents)
 
 
 @torch.no_grad()
 def generate(
     model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, seed: int,
-    batch: int, progress: Progress = lambda n: None,
+    batch: int, solver: Solver = EULER, progress: Progress = lambda n: None,
 ) -> Tensor:  # fmt: skip
-    """Images of the plain ODE sampler, float32 [B, 3, H, W] in [0, 1], on the CPU; nothing is kept."""
-    sigmas = model.sigmas(num_steps)
+    """Images of a solver, by default the plain ODE sampler: float32 [B, 3, H, W] in [0, 1], on the CPU."""
     images = []
     for start in range(0, len(samples), batch):
-        chunk = samples[start : start + batch]
-        walk = _walk(model, prompts, chunk, sigmas, ODE(), (), guidance, seed, False)
-        images.append(model.decode(walk.x0).cpu())
-        progress(len(chunk))
+        leaves = draw(
+            model, prompts, samples[start : start + batch], num_steps=num_steps, guidance=guidance, solver=solver,
+            seed=seed, batch=batch, progress=progress,
+        )  # fmt: skip
+        images.append(leaves.images.cpu())
     return torch.cat(images)
 
 
-def _walk(
-    model: Any, prompts: PromptSet, chunk: Sequence[Sample], sigmas: Tensor, step_rule: Any, stochastic: Sequence[int],
-    guidance: float, seed: int, shared_noise: bool,
-) -> Trajectory:  # fmt: skip
-    texts = [prompts.texts[s.prompt] for s in chunk]
-    roots = [s.group if shared_noise else s.id for s in chunk]
-    x_1 = seeds.normal([seeds.key(seed, ROOT_SEED, r) for r in roots], model.latent_shape, model.device)
+@dataclass(frozen=True)
+class _Chunk:
+    """What a sampling loop asks about samples drawn together: their start, their velocity and their noise."""
 
-    def velocity(x_t: Tensor, step: int, sigma: float) -> Tensor:
-        times = torch.full((len(chunk),), sigma, dtype=torch.float64, device=x_t.device)
-        return guided(model, x_t, times, texts, guidance)
+    model: Any
+    samples: Sequence[Sample]
+    texts: Sequence[str]
+    guidance: float
+    seed: int
+    shared_noise: bool
 
-    def noise(step: int) -> Tensor:
-        return seeds.normal([seeds.key(seed, SDE_SEED, s.id, step) for s in chunk], model.latent_shape, model.device)
+    def start(self) -> Tensor:
+        roots = [s.group if self.shared_noise else s.id for s in self.samples]
+        return self._normal([seeds.key(self.seed, ROOT_SEED, root) for root in roots])
 
-    return sample(velocity, x_1, sigmas, step_rule, stochastic, noise, keep=stochastic)
+    def velocity(self, x_t: Tensor, step: int, sigma: float) -> Tensor:
+        times = torch.full((len(x_t),), sigma, dtype=torch.float64, device=x_t.device)
+        return guided(self.model, x_t, times, self.texts, self.guidance)
+
+    def noise(self, step: int) -> Tensor:
+        return self._normal([seeds.key(self.seed, SDE_SEED, s.id, step) for s in self.samples])
+
+    def _normal(self, keys: Sequence[int]) -> Tensor:
+        return seeds.normal(keys, self.model.latent_shape, self.model.device)
+
+
+def _chunks(
+    model: Any, prompts: PromptSet, samples: Sequence[Sample], batch: int, guidance: float, seed: int,
+    shared_noise: bool,
+) -> Iterator[_Chunk]:  # fmt: skip
+    for start in range(0, len(samples), batch):
+        chunk = samples[start : start + batch]
+        yield _Chunk(model, chunk, [prompts.texts[s.prompt] for s in chunk], guidance, seed, shared_noise)
+
+
+def _leaves(model: Any, samples: Sequence[Sample], images: Sequence[Tensor], latents: Sequence[Tensor]) -> Leaves:
+    no_images, no_latents = torch.zeros(0, 3, model.resolution, model.resolution), torch.zeros(0, *model.latent_shape)
+    return Leaves(
+        tuple(samples),
+        torch.cat([*images]) if images else no_images,
+        torch.cat([*latents]) if latents else no_latents,
+    )
 
 
 def _edges(walk: Trajectory, table: Any, first_leaf: int, rows: int) -> Edges:

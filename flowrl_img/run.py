@@ -23,25 +23,25 @@ import torch
 from flowrl_img import plugins, recipes
 from flowrl_img.attention import set_attention
 from flowrl_img.checkpoint import load_checkpoint, save_checkpoint
-from flowrl_img.config import Config, RewardConfig, WindowConfig
+from flowrl_img.config import Config, RewardConfig
 from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 from flowrl_img.parallel import Processes
-from flowrl_img.plan import stochastic_range
 from flowrl_img.prompts import choose_evenly, load_prompts
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
 from flowrl_img.rewards import known_answers, registry
 from flowrl_img.rewards.score import InvalidScoreError
-from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
+from flowrl_img.sampling import evaluation_solver_of, solver_of, step_rule_of, tail_of
 from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
 from flowrl_img.types import PromptSet
 from flowrl_img.weights import WeightSets
+from flowrl_img.window import window_of
 
-__all__ = ["Parts", "assemble", "load_model", "load_weights", "run_training", "window_of"]
+__all__ = ["Parts", "assemble", "load_model", "load_weights", "run_training"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
@@ -59,6 +59,9 @@ class Parts:
     objective: Any
     step_rule: Any
     window: Any
+    tail: Any
+    solver: Any
+    evaluation_solver: Any
 
 
 def assemble(config: Config) -> Parts:
@@ -74,27 +77,16 @@ def assemble(config: Config) -> Parts:
                 raise ValueError(f"prompt file {name}: {error}") from error
     for scorer in (reward, *report.values()):
         known_answers.check(scorer)
+    objective = plugins.build("objectives", config.objective.section(), where="objective")
     return Parts(
-        train, held_out, reward, report,
-        plugins.build("objectives", config.objective.section(), where="objective"),
-        plugins.build("steps", config.rollout.step.section(), where="rollout.step"),
-        window_of(config.rollout.window, config.rollout.steps),
+        train, held_out, reward, report, objective, step_rule_of(config),
+        window_of(config.rollout.window, config.rollout.steps), tail_of(config), solver_of(config, objective),
+        evaluation_solver_of(config),
     )  # fmt: skip
 
 
 def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
     return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})
-
-
-def window_of(window: WindowConfig, steps: int) -> Any:
-    """The rule that names the stochastic steps of each rollout."""
-    low, high = stochastic_range(window, steps)
-    if window.size is None:
-        return ListedSteps(tuple(range(low, high))) if low else AllSteps(skip_last=steps - high)
-    if window.schedule == "fixed":
-        return ListedSteps(tuple(range(low, low + window.size)))
-    kind = RandomWindow if window.schedule == "random" else ProgressiveWindow
-    return kind(window.size, (low, high), window.every)
 
 
 def model_source(path: str) -> str:
@@ -228,7 +220,7 @@ class _Run:
         parts = self.parts
         return Trainer(
             self.config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window,
-            self.processes, progress=self.live.phase, warn=self.live.say,
+            self.processes, progress=self.live.phase, warn=self.live.say, tail=parts.tail,
         )  # fmt: skip
 
     def _updates(self, trainer: Trainer) -> None:
@@ -270,7 +262,8 @@ class _Run:
         with trainer.weights.use(weight_set):
             found = evaluate(
                 trainer.model, self.parts.held_out, samples, self.parts.reward, num_steps=config.steps,
-                guidance=config.guidance, batch=config.batch, processes=self.processes, keep=config.sheet,
+                guidance=config.guidance, batch=config.batch, solver=self.parts.evaluation_solver,
+                processes=self.processes, keep=config.sheet,
                 report=self.parts.report, progress=lambda n: self.live.phase(f"evaluating {label}", n, mine),
             )  # fmt: skip
         self.evaluations[label] = found

@@ -27,6 +27,7 @@ from flowrl_img.prompts import draw_samples
 from flowrl_img.rewards.alarm import ConstantAlarm, columns
 from flowrl_img.rewards.score import score
 from flowrl_img.rollout import roll
+from flowrl_img.sampling import check_noise
 from flowrl_img.types import Edges, Moments, Points, PromptSet, Rollout, Sample
 from flowrl_img.weights import WeightSets
 
@@ -69,12 +70,14 @@ class Trainer:
     processes: Processes
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     warn: Callable[[str], None] = lambda text: None
+    tail: Any = None
     alarm: ConstantAlarm = field(default_factory=ConstantAlarm)
     update: int = 0
     rollout: int = 0
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
+        check_noise(self.step_rule, self.config.rollout, self.model.sigmas(self.config.rollout.steps))
         optimizer = self.config.optimizer
         self.parameters = list(self.weights.trainable.values())
         self.optimizer = torch.optim.AdamW(
@@ -111,7 +114,7 @@ class Trainer:
             drawn = roll(
                 self.model, self.prompts, mine, num_steps=config.steps, guidance=config.guidance,
                 step_rule=self.step_rule, stochastic=steps, seed=self.config.run.seed, batch=config.batch,
-                shared_noise=config.shared_noise,
+                shared_noise=config.shared_noise, tail=self.tail,
                 progress=lambda n: self.progress("sampling", n, len(mine)),
             )  # fmt: skip
         with self._timed("scoring"):

@@ -54,6 +54,8 @@ class Leaves:
     samples: tuple[Sample, ...]
     images: Tensor
     """[B, 3, H, W] float32 in [0, 1]"""
+    latents: Tensor
+    """[B, ...] float32, the clean latents x0 that were decoded"""
 
 
 @dataclass(frozen=True)

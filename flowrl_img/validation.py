@@ -20,20 +20,26 @@ def validate(config: Config, num_processes: int = 1) -> Plan:
 
     Imports the plug-ins (and so torch), loads no weights and reads no prompts.
     """
+    from flowrl_img import sampling
+
     problems: list[str] = []
 
     def attempt(check: Callable[[], T]) -> T | None:
         try:
             return check()
         except ValueError as error:
-            problems.append(str(error))
+            if str(error) not in problems:
+                problems.append(str(error))
             return None
 
     objective = attempt(lambda: plugins.build("objectives", config.objective.section(), where="objective"))
     needs = frozenset() if objective is None else objective.needs
     plan = attempt(lambda: make_plan(config, num_processes, needs))
-    attempt(lambda: plugins.build("steps", config.rollout.step.section(), where="rollout.step"))
-    attempt(lambda: plugins.resolve("models", config.model.family, where="model.family"))
+    attempt(lambda: sampling.step_rule_of(config))
+    attempt(lambda: sampling.tail_of(config))
+    if objective is not None:
+        attempt(lambda: sampling.solver_of(config, objective))
+    attempt(lambda: sampling.evaluation_solver_of(config))
     attempt(lambda: check_tracker(config.run.tracker))
     attempt(lambda: _rewards("rewards", config.rewards))
     attempt(lambda: _rewards("report_rewards", config.report_rewards))

@@ -38,7 +38,8 @@ A part with a `name` takes the fields of the object behind it. A name is a built
 def reference() -> str:
     """The whole page."""
     blocks = [HEAD, *_sections(Config, ""), PLUGINS]
-    for title, kind in (("rollout.step", "steps"), ("objective", "objectives")):
+    parts = (("rollout.step", "steps"), ("evaluation.solver", "solvers"), ("objective", "objectives"))
+    for title, kind in parts:
         blocks += [_plugin(title, name, plugins.resolve(kind, name)) for name in plugins.available(kind)]
     blocks += [_plugin("rewards", name, plugins.resolve("rewards", name)) for name in registry.builtins()]
     return "\n".join(blocks)

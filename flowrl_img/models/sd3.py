@@ -46,6 +46,7 @@ class SD3:
     """network evaluations so far, in samples"""
 
     name: ClassVar[str] = "sd3"
+    process: ClassVar[str] = "flow"
     lora_targets = (
         "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
         "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",

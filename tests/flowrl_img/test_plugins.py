@@ -47,6 +47,7 @@ def my_parts(monkeypatch: pytest.MonkeyPatch) -> str:
     [
         ("objectives", {"flow_grpo"}),
         ("steps", {"flow_sde", "ode"}),
+        ("solvers", {"euler", "dpm2", "sa"}),
         ("models", {"sd3"}),
         ("rewards", {"geneval", "jpeg", "ocr"}),
         ("detectors", {"scenes"}),

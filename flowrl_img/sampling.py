@@ -1,0 +1,108 @@
+"""How pictures are drawn, from the configuration: step rule, solvers and tail that fit the model and the grid.
+
+Everything that can be known without a model is checked without one; `check_noise` asks again on the model's own grid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowrl_img import plugins
+from flowrl_img.config import Config, PartConfig, RolloutConfig
+from flowrl_img.kernels.logprob import DeterministicStepError
+from flowrl_img.samplers.solvers.table import Solver
+from flowrl_img.samplers.steps.table import StepRule
+from flowrl_img.samplers.tail import FlashTail
+from flowrl_img.window import candidates
+
+__all__ = ["check_noise", "evaluation_solver_of", "network_calls", "solver_of", "step_rule_of", "tail_of"]
+
+PROBES = {"flow": (1.0, 0.0), "diffusion": (0.99, 0.05)}  # from and to which level the grids of every such model lead
+
+
+def step_rule_of(config: Config) -> StepRule:
+    """The rule of `rollout.step`. ValueError where it cannot be built, fit the model family or train the window."""
+    rule: StepRule = _fitting("steps", config.rollout.step, "rollout.step", config)
+    try:
+        grid = torch.linspace(*PROBES[_process(rule)], config.rollout.steps + 1, dtype=torch.float64)
+        rule.coefficients(grid)
+    except ValueError:
+        return rule  # the rule asks for a finer grid than this one; the model's own decides
+    check_noise(rule, config.rollout, grid)
+    return rule
+
+
+def check_noise(rule: StepRule, rollout: RolloutConfig, sigmas: Tensor) -> None:
+    """Raise DeterministicStepError if a step that may be trained has no noise on this grid. sigmas: [N+1]."""
+    std = rule.coefficients(sigmas).std
+    noisy = [i for i in range(len(std)) if std[i] > 0]
+    silent = [i for i in candidates(rollout.window, rollout.steps) if i < len(std) and i not in noisy]
+    if silent and not noisy:
+        raise DeterministicStepError(f"rollout.step: {rollout.step.name} adds no noise, so no step can be trained")
+    if silent:
+        raise DeterministicStepError(
+            f"rollout.window: {rollout.step.name} adds no noise at step {', '.join(map(str, silent))} of {len(std)}, "
+            "so it cannot be trained: leave it out of rollout.window"
+        )
+
+
+def tail_of(config: Config) -> FlashTail | None:
+    """The tail of `rollout.tail`. ValueError where its solver has noise or no step is left for it."""
+    tail = config.rollout.tail
+    if tail is None:
+        return None
+    solver = _fitting("solvers", tail.solver, "rollout.tail.solver", config)
+    try:
+        built = FlashTail(tail.ratio, tail.shift, solver)
+        for last in candidates(config.rollout.window, config.rollout.steps)[-1:]:
+            built.num_steps(config.rollout.steps, last)
+    except ValueError as error:
+        raise ValueError(f"rollout.tail: {error}") from error
+    return built
+
+
+def solver_of(config: Config, objective: Any) -> Solver | None:
+    """The solver of `rollout.solver`, for objectives that say `points = "samples"`; ValueError for all others."""
+    part = config.rollout.solver
+    if part is None:
+        return None
+    if getattr(objective, "points", "transitions") == "transitions":
+        raise ValueError(
+            f"rollout.solver: objective {config.objective.name} trains on the noisy steps of rollout.step; "
+            "leave rollout.solver out"
+        )
+    solver: Solver = _fitting("solvers", part, "rollout.solver", config)
+    return solver
+
+
+def evaluation_solver_of(config: Config) -> Solver:
+    """The solver of `evaluation.solver`."""
+    solver: Solver = _fitting("solvers", config.evaluation.solver, "evaluation.solver", config)
+    return solver
+
+
+def network_calls(solver: Solver, num_steps: int) -> int:
+    """Evaluations of the network in a walk of `num_steps` steps."""
+    return solver.coefficients(torch.linspace(0.99, 0, num_steps + 1)).network_calls
+
+
+def _fitting(kind: str, part: PartConfig, where: str, config: Config) -> Any:
+    """The plug-in, built, if it is for the kind of model that is configured."""
+    built = plugins.build(kind, part.section(), where=where)
+    family = plugins.resolve("models", config.model.family, where="model.family")
+    ours, theirs = _process(built), _process(family)
+    if ours != theirs:
+        fitting = [name for name in plugins.available(kind) if _process(plugins.resolve(kind, name)) == theirs]
+        raise ValueError(
+            f"{where}: {part.name} is for {ours} models and model.family = {config.model.family} is a {theirs} model; "
+            f"use {' or '.join(fitting) or 'a plug-in of your own'}"
+        )
+    return built
+
+
+def _process(part: Any) -> str:
+    """Whether a step rule, solver or model family belongs to "flow" or "diffusion" models; flow where it is silent."""
+    return str(getattr(part, "process", "flow"))
