@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from flowrl_img import plugins, recipes
+from flowrl_img.validation import validate
+from flowrl_img.window import candidates
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -56,6 +58,15 @@ def test_the_example_recipe_loads(tmp_path):
     (tmp_path / "my.yaml").write_text(text)
     config = recipes.load(str(tmp_path / "my.yaml"))
     assert [reward.weight for reward in config.rewards] == [1.0, 0.1]
+
+
+def test_the_windows_of_the_recipe_page_train_what_it_says():
+    rows = re.findall(r"^\| `(\{.*\})` \| (.*) \|$", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    for window, _ in rows:
+        validate(recipes.load("pico", ["rollout.steps=30", f"rollout.window={window}"]))
+    listed = {text: recipes.load("pico", [f"rollout.window={window}"]).rollout.window for window, text in rows}
+    assert candidates(listed["1, 2, 3"], 10) == (1, 2, 3)
 
 
 def test_the_example_plugins_are_accepted_and_work(tmp_path, monkeypatch):
