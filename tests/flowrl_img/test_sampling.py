@@ -178,10 +178,11 @@ def test_a_run_with_a_tail_makes_the_network_calls_of_its_plan(tiny_trainer, tin
 
 
 def test_training_with_the_square_log_prob_a_tail_and_cps_starts_at_ratio_one(tiny_trainer):
+    window = {"size": 2, "high": 4, "schedule": "decay", "every": 2}
     trainer = tiny_trainer(
-        rollout={"steps": 6, "step": {"name": "cps"}, "window": {"size": 2, "high": 4, "schedule": "decay", "every": 2}},
+        rollout={"steps": 6, "step": {"name": "cps"}, "window": window},
         objective={"log_prob": "square", "clip_range": 1e-5},
-    )  # fmt: skip
+    )
     trainer.tail = FlashTail(0.5)
     updates = list(trainer.run())
     assert updates[0].metrics["check_ratio_error"] <= 1e-6

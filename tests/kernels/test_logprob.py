@@ -151,7 +151,7 @@ def test_the_guard_exponent_meets_the_published_ratio_loss_and_gradient(golden, 
 
 def test_the_guard_exponent_of_a_row_does_not_depend_on_the_rows_beside_it(golden):
     case = golden("guard", "trap_guard_batch_bias")
-    v, moments, table = guarded(case, torch.full((3,), case.scalars["step_index"]))
+    _, moments, table = guarded(case, torch.full((3,), case.scalars["step_index"]))
     case.check("ratio_per_sample", guard_log_ratio(moments[:, CROSS], table.B, table.std).exp())
 
 
