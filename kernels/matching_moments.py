@@ -97,47 +97,40 @@ def _end(eps: Tensor | None, x_t: Tensor | None, t: Tensor | None) -> Tensor:
     raise ValueError("the target needs either eps alone, or x_t together with t")
 
 
-@torch.library.custom_op("flowrl_img::matching_moments", mutates_args=())
-def _moments(
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
-    chosen = body("matching_moments", v, x0, end, v_old, v_ref, v_ema)
-    moments: Tensor = chosen.forward(Inputs(v, x0, end, slope, v_old, v_ref, v_ema, beta))
+ARGUMENTS = "Tensor v, Tensor x0, Tensor end, Tensor? slope, Tensor? v_old, Tensor? v_ref, Tensor? v_ema, float? beta"
+"""The fields of `Inputs`, as both ops take them."""
+
+
+def _body(a: Inputs) -> Any:
+    return body("matching_moments", a.v, a.x0, a.end, a.v_old, a.v_ref, a.v_ema)
+
+
+@torch.library.custom_op("flowrl_img::matching_moments", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+def _moments(*inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    moments: Tensor = _body(a).forward(a)
     return moments
 
 
-@torch.library.custom_op("flowrl_img::matching_moments_backward", mutates_args=())
-def _moments_backward(
-    grad: Tensor,
-    v: Tensor,
-    x0: Tensor,
-    end: Tensor,
-    slope: Tensor | None,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    v_ema: Tensor | None,
-    beta: float | None,
-) -> Tensor:
-    chosen = body("matching_moments", v, x0, end, v_old, v_ref, v_ema)
-    to_v: Tensor = chosen.backward(grad, Inputs(v, x0, end, slope, v_old, v_ref, v_ema, beta))
+@torch.library.custom_op(
+    "flowrl_img::matching_moments_backward", mutates_args=(), schema=f"(Tensor grad, {ARGUMENTS}) -> Tensor"
+)
+def _moments_backward(grad: Tensor, *inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    to_v: Tensor = _body(a).backward(grad, a)
     return to_v
 
 
 @_moments.register_fake
-def _(v, x0, end, slope, v_old, v_ref, v_ema, beta):  # type: ignore[no-untyped-def]
-    return v.new_empty((v.shape[0], NUM_MOMENTS), dtype=compute_dtype(v, x0, end, v_old, v_ref, v_ema))
+def _(*inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    return a.v.new_empty((a.v.shape[0], NUM_MOMENTS), dtype=a.compute_dtype())
 
 
 @_moments_backward.register_fake
-def _(grad, v, x0, end, slope, v_old, v_ref, v_ema, beta):  # type: ignore[no-untyped-def]
-    return v.new_empty(v.shape)
+def _(grad: Tensor, *inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    return a.v.new_empty(a.v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

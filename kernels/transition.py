@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img.kernels.latents import body, check_latents, check_scalars, compute_dtype, refuse_gradients
-from flowrl_img.kernels.transition_torch import CROSS, DOLD2, DREF2, E2, NUM_MOMENTS
+from flowrl_img.kernels.transition_torch import CROSS, DOLD2, DREF2, E2, NUM_MOMENTS, Inputs
 
 __all__ = ["CROSS", "DOLD2", "DREF2", "E2", "transition_moments"]
 
@@ -57,70 +57,61 @@ def transition_moments(
     return moments
 
 
-@torch.library.custom_op("flowrl_img::transition_moments", mutates_args=())
-def _moments(
-    v_cond: Tensor,
-    v_uncond: Tensor | None,
-    guidance: float,
-    x_t: Tensor,
-    x_s: Tensor,
-    A: Tensor,
-    B: Tensor,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-) -> Tensor:
-    chosen = body("transition", v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    moments: Tensor = chosen.forward(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
+ARGUMENTS = (
+    "Tensor v_cond, Tensor? v_uncond, float guidance, Tensor x_t, Tensor x_s, Tensor A, Tensor B, Tensor? v_old, "
+    "Tensor? v_ref"
+)
+"""The fields of `Inputs`, as both ops take them."""
+
+
+def _body(a: Inputs) -> Any:
+    return body("transition", a.v_cond, a.v_uncond, a.x_t, a.x_s, a.v_old, a.v_ref)
+
+
+@torch.library.custom_op("flowrl_img::transition_moments", mutates_args=(), schema=f"({ARGUMENTS}) -> Tensor")
+def _moments(*inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    moments: Tensor = _body(a).forward(a)
     return moments
 
 
-@torch.library.custom_op("flowrl_img::transition_moments_backward", mutates_args=())
-def _moments_backward(
-    grad: Tensor,
-    v_cond: Tensor,
-    v_uncond: Tensor | None,
-    guidance: float,
-    x_t: Tensor,
-    x_s: Tensor,
-    A: Tensor,
-    B: Tensor,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    into_uncond: bool,
-) -> tuple[Tensor, Tensor]:
-    chosen = body("transition", v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    grads: tuple[Tensor, Tensor] = chosen.backward(
-        grad, v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond
-    )
-    return grads
+@torch.library.custom_op(
+    "flowrl_img::transition_moments_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, {ARGUMENTS}, bool into_uncond) -> (Tensor, Tensor)",
+)
+def _moments_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    *given, into_uncond = inputs
+    a = Inputs(*given)
+    gradients: tuple[Tensor, Tensor] = _body(a).backward(grad, a, into_uncond)
+    return gradients
 
 
 @_moments.register_fake
-def _(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref):  # type: ignore[no-untyped-def]
-    dtype = compute_dtype(v_cond, v_uncond, x_t, x_s, v_old, v_ref)
-    return v_cond.new_empty((v_cond.shape[0], NUM_MOMENTS), dtype=dtype)
+def _(*inputs: Any) -> Tensor:
+    a = Inputs(*inputs)
+    return a.v_cond.new_empty((a.v_cond.shape[0], NUM_MOMENTS), dtype=a.compute_dtype())
 
 
 @_moments_backward.register_fake
-def _(grad, v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond):  # type: ignore[no-untyped-def]
-    to_uncond = v_cond.new_empty(0)
-    if v_uncond is not None and into_uncond:
-        to_uncond = v_uncond.new_empty(v_uncond.shape)
-    return v_cond.new_empty(v_cond.shape), to_uncond
+def _(grad: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    *given, into_uncond = inputs
+    a = Inputs(*given)
+    to_uncond = a.v_cond.new_empty(0)
+    if a.v_uncond is not None and into_uncond:
+        to_uncond = a.v_uncond.new_empty(a.v_uncond.shape)
+    return a.v_cond.new_empty(a.v_cond.shape), to_uncond
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    v_cond, v_uncond, ctx.guidance, x_t, x_s, A, B, v_old, v_ref = inputs
-    ctx.save_for_backward(v_cond, v_uncond, x_t, x_s, A, B, v_old, v_ref)
+    v_cond, v_uncond, ctx.guidance, *rest = inputs
+    ctx.save_for_backward(v_cond, v_uncond, *rest)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    v_cond, v_uncond, x_t, x_s, A, B, v_old, v_ref = ctx.saved_tensors
-    into_uncond = ctx.needs_input_grad[1]
-    to_cond, to_uncond = _moments_backward(
-        grad, v_cond, v_uncond, ctx.guidance, x_t, x_s, A, B, v_old, v_ref, into_uncond
-    )
-    into_cond = ctx.needs_input_grad[0]
+    v_cond, v_uncond, *rest = ctx.saved_tensors
+    into_cond, into_uncond, *_ = ctx.needs_input_grad
+    to_cond, to_uncond = _moments_backward(grad, v_cond, v_uncond, ctx.guidance, *rest, into_uncond)
     return (to_cond if into_cond else None, to_uncond if into_uncond else None, *[None] * 7)
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flowrl_img.kernels.launch_triton import by_block, load, load_velocity, packed, row_means
-from flowrl_img.kernels.transition_torch import NUM_MOMENTS
+from flowrl_img.kernels.transition_torch import NUM_MOMENTS, Inputs
 
 __all__ = ["backward", "forward", "gradient_kernel", "partial_moments_kernel"]
 
@@ -89,40 +89,16 @@ def gradient_kernel(
             tl.store(to_uncond + offsets, (1 - guidance) * total, mask=mask)
 
 
-def forward(
-    v_cond: Tensor,
-    v_uncond: Tensor | None,
-    guidance: float,
-    x_t: Tensor,
-    x_s: Tensor,
-    A: Tensor,
-    B: Tensor,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-) -> Tensor:
-    """Latents [R, ...], A and B [R]. Returns [R, 4] float32; absent v_old or v_ref leave a 0."""
-    inputs = packed(v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
-    return row_means(partial_moments_kernel, inputs, v_cond, NUM_MOMENTS)
+def forward(a: Inputs) -> Tensor:
+    """Returns [R, 4] float32; absent v_old or v_ref leave a 0."""
+    return row_means(partial_moments_kernel, packed(*a), a.v_cond, NUM_MOMENTS)
 
 
-def backward(
-    grad: Tensor,
-    v_cond: Tensor,
-    v_uncond: Tensor | None,
-    guidance: float,
-    x_t: Tensor,
-    x_s: Tensor,
-    A: Tensor,
-    B: Tensor,
-    v_old: Tensor | None,
-    v_ref: Tensor | None,
-    into_uncond: bool,
-) -> tuple[Tensor, Tensor]:
+def backward(grad: Tensor, a: Inputs, into_uncond: bool) -> tuple[Tensor, Tensor]:
     """grad: [R, 4]. Returns the gradients of v_cond and v_uncond, contiguous; the second empty unless asked for."""
-    to_cond = torch.empty(v_cond.shape, dtype=v_cond.dtype, device=v_cond.device)
+    to_cond = torch.empty(a.v_cond.shape, dtype=a.v_cond.dtype, device=a.v_cond.device)
     to_uncond = None
-    if v_uncond is not None and into_uncond:
-        to_uncond = torch.empty(v_uncond.shape, dtype=v_uncond.dtype, device=v_uncond.device)
-    inputs = packed(grad.float(), v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref)
-    by_block(gradient_kernel, (*inputs, to_cond, to_uncond), v_cond)
-    return to_cond, v_cond.new_empty(0) if to_uncond is None else to_uncond
+    if a.v_uncond is not None and into_uncond:
+        to_uncond = torch.empty(a.v_uncond.shape, dtype=a.v_uncond.dtype, device=a.v_uncond.device)
+    by_block(gradient_kernel, (*packed(grad.float(), *a), to_cond, to_uncond), a.v_cond)
+    return to_cond, a.v_cond.new_empty(0) if to_uncond is None else to_uncond

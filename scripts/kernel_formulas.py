@@ -99,7 +99,8 @@ def fused_transition(a: Inputs) -> Results:
 
 def plain_transition(a: Inputs) -> Results:
     states = (a["x_t"], a["x_s"], a["A"], a["B"])
-    return _scored(transition_torch.forward(a["v_cond"], a["v_uncond"], G, *states, a["v_old"], a["v_ref"]), a)
+    inputs = transition_torch.Inputs(a["v_cond"], a["v_uncond"], G, *states, a["v_old"], a["v_ref"])
+    return _scored(transition_torch.forward(inputs), a)
 
 
 # --- matching: DiffusionNFT and AWM ---------------------------------------------------------------------------------
