@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_img.kernels.guidance_torch import guide
+from flowrl_img.kernels.guidance import guided_velocity
 
 __all__ = ["branches", "guided"]
 
@@ -29,4 +29,4 @@ def branches(
 
 def guided(model: Any, x_t: Tensor, sigma: Tensor, texts: Sequence[str], guidance: float) -> Tensor:
     """The guided velocity in float32, by the same arithmetic that the transition moments use."""
-    return guide(*branches(model, x_t, sigma, texts, guidance), guidance)
+    return guided_velocity(*branches(model, x_t, sigma, texts, guidance), guidance)

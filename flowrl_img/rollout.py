@@ -146,8 +146,7 @@ def _edges(walk: Trajectory, table: Any, first_leaf: int, rows: int) -> Edges:
         states.append(kept.x_s)
         at_t.append(len(states) - 2)
         at_s.append(len(states) - 1)
-        mean = float(table.A[step]) * kept.x_t + float(table.B[step]) * kept.v
-        residuals.append(((kept.x_s - mean) / float(table.std[step])).square().flatten(1).mean(1))
+        residuals.append(kept.e2 / float(table.std[step]) ** 2)
     lane = torch.arange(rows)
 
     def spread(places: list[int]) -> Tensor:

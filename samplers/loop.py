@@ -1,7 +1,8 @@
 """The sampling loop: walk a grid from noise to data, stochastic at chosen steps and deterministic at all others.
 
-Left out: models, guidance, random streams and gradients. The caller gives a velocity and a noise function; both are
-called with the step index, so randomness can be keyed by identity and nothing depends on a hidden counter.
+Every step is the fused op that training's moments agree with (`kernels/step.py`). Left out: models, guidance, random
+streams and gradients. The caller gives a velocity and a noise function; both are called with the step index, so
+randomness can be keyed by identity and nothing depends on a hidden counter.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img.kernels.logprob import DeterministicStepError
+from flowrl_img.kernels.step import ode_step, sde_step
 from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
 
@@ -39,6 +41,8 @@ class KeptStep:
     """[B, ...] state after it: the very tensor the next step started from, and the one a log-prob is taken at."""
     v: Tensor
     """[B, ...] velocity used, in the dtype the velocity function returned (widening it again is exact)."""
+    e2: Tensor
+    """[B] mean (x_s - A x_t - B v)^2 at the stored x_s: the E2 that `transition_moments` finds for it, bit for bit."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ def sample(
 ) -> Trajectory:
     """Integrate from sigmas[0] to sigmas[-1].
 
-    x_1: [B, ...] float32 start, noise of level sigmas[0] (float64 is kept, for checks). sigmas: float64 [N+1].
+    x_1: [B, ...] float32 start, B rows, noise of level sigmas[0] (float64 is kept, for checks). sigmas: float64 [N+1].
     step_rule acts on `stochastic_steps`; every other step is `ode`, Euler's for a flow (diffusion: `DDIM(eta=0)`).
     `noise` is called for stochastic steps alone. keep: steps to store, each stochastic and with std > 0. Raises
     ValueError otherwise; for std 0 it is a DeterministicStepError.
@@ -77,16 +81,16 @@ def sample(
     x, kept = x_1, {}
     for i, sigma in enumerate(sigmas[:-1].tolist()):
         v = _shaped(velocity(x, i, sigma), x, f"velocity at step {i}")
-        x_t, x = x, _mean(random if i in stochastic_steps else calm, i, x, v)
-        if i in stochastic_steps:
-            x = x + float(random.std[i]) * _shaped(noise(i), x, f"noise of step {i}").to(x.dtype)
+        index, x_t = torch.full((len(x),), i), x
+        if i not in stochastic_steps:
+            row = calm.rows(index)
+            x = ode_step(x_t, v, row.A, row.B)
+            continue
+        row = random.rows(index)
+        x, e2 = sde_step(x_t, v, _shaped(noise(i), x, f"noise of step {i}"), row.A, row.B, row.std)
         if i in keep:
-            kept[i] = KeptStep(x_t=x_t, x_s=x, v=v)
+            kept[i] = KeptStep(x_t=x_t, x_s=x, v=v, e2=e2)
     return Trajectory(x0=x, kept=kept)
-
-
-def _mean(table: StepTable, i: int, x: Tensor, v: Tensor) -> Tensor:
-    return float(table.A[i]) * x + float(table.B[i]) * v.to(x.dtype)
 
 
 def _shaped(value: Tensor, x: Tensor, name: str) -> Tensor:

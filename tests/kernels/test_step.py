@@ -25,7 +25,7 @@ def latents(n, shape=(3, 4, 9, 7), dtype=F32):
 
 @pytest.mark.parametrize("v_dtype", [F32, BF16])
 @pytest.mark.parametrize("dtype", [F32, F64])
-def test_a_walk_of_these_steps_is_the_sampling_loop_to_the_bit(dtype, v_dtype):
+def test_a_walk_of_these_steps_is_plain_arithmetic_to_the_bit(dtype, v_dtype):
     sigmas, rule = flow_match_sigmas(6), FlowSDE(0.7)
     x, *draws = latents(7).to(dtype)
     chosen = (1, 2, 4)
@@ -36,15 +36,23 @@ def test_a_walk_of_these_steps_is_the_sampling_loop_to_the_bit(dtype, v_dtype):
     trajectory = sample(velocity, x, sigmas, rule, chosen, lambda i: draws[i], keep=chosen)
     random, calm = rule.coefficients(sigmas), ODE().coefficients(sigmas)
     for i in range(6):
-        v, rows = velocity(x, i, None), torch.full((3,), i)
+        v, table = velocity(x, i, None), random if i in chosen else calm
+        x = float(table.A[i]) * x + float(table.B[i]) * v.to(dtype)
         if i in chosen:
-            row = random.rows(rows)
-            x, _ = sde_step(x, v, draws[i], row.A, row.B, row.std)
+            mean, x = x, x + float(table.std[i]) * draws[i]
             assert torch.equal(x, trajectory.kept[i].x_s)
-        else:
-            row = calm.rows(rows)
-            x = ode_step(x, v, row.A, row.B)
+            torch.testing.assert_close(trajectory.kept[i].e2, (x - mean).square().mean((1, 2, 3)))
     assert torch.equal(x, trajectory.x0)
+
+
+def test_the_error_of_a_kept_step_is_the_one_that_scoring_finds_to_the_bit():
+    sigmas, (x, *draws) = flow_match_sigmas(6), latents(7)
+    kept = sample(
+        lambda x, i, s: torch.sin(3 * x + i), x, sigmas, FlowSDE(0.7), (1, 4), lambda i: draws[i], (1, 4)
+    ).kept
+    for i, step in kept.items():
+        row = FlowSDE(0.7).coefficients(sigmas).rows(torch.full((3,), i))
+        assert torch.equal(step.e2, transition_moments(step.v, None, 1.0, step.x_t, step.x_s, row.A, row.B)[:, E2])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float16])
