@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-CASES = [str(HERE / name) for name in ("triton_cases.py", "triton_op_cases.py")]
+CASES = str(HERE / "triton_cases.py")
 
 
 def run_cases(*options, **environment):
     """Run the cases in a fresh process: TRITON_INTERPRET is read when a kernel is defined."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", *options]
-    done = subprocess.run([*command, *CASES], capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run([*command, CASES], capture_output=True, text=True, env=os.environ | environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 

@@ -1,4 +1,4 @@
-"""Triton bodies against the reference. Not collected by name: `test_triton.py` runs it in a process of its own.
+"""Triton bodies of every op against the reference. Not collected by name: `test_triton.py` runs it in its own process.
 
 By hand: `FLOWRL_KERNELS=triton TRITON_INTERPRET=1 pytest tests/kernels/triton_cases.py` on any machine, or without
 TRITON_INTERPRET on one with a GPU. Sizes are small and odd; those above 4096 elements a row span several chunks.
@@ -8,103 +8,151 @@ import os
 
 import pytest
 import torch
+from kernel_cases import CASES, COVER, POINT, PRODUCT, TOLERANCE, assert_near, strided
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowrl_img.kernels import transition_torch as reference
-from flowrl_img.kernels import transition_triton as fused
+from flowrl_img.kernels import matching_moments_triton, step_triton, transition_triton
+from flowrl_img.kernels.guidance import guided_velocity
 from flowrl_img.kernels.guidance_torch import guide
-from flowrl_img.kernels.transition import transition_moments
-from flowrl_img.kernels.transition_torch import DOLD2
+from flowrl_img.kernels.matching_moments import GAIN_OLD, MINUS1, MINUS2, PLUS1, PLUS2, matching_moments
+from flowrl_img.kernels.matching_moments_torch import Inputs
+from flowrl_img.kernels.step import renoise, sde_step
+from flowrl_img.kernels.transition import E2, transition_moments
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-SHAPES = [(2, 4, 8, 8), (3, 7, 5), (2, 3, 2, 5, 3), (1, 1), (2, 67, 65), (1, 4096), (1, 3 * 4096 + 1)]
-EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+SOME = ["transition", "transition_unguided", "matching", "matching_at_the_state", "blend", "sde_step"]
+
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+some_cases = pytest.mark.parametrize("case", [CASES[name] for name in SOME], ids=SOME)
 
 
-def arguments(shape, v_dtype=torch.float32, x_dtype=torch.float32, absent=()):
-    """Arguments of `forward`: v_cond, v_uncond, guidance, x_t, x_s, A, B, v_old, v_ref."""
-    stream = torch.Generator().manual_seed(0)
-    names = ("v_cond", "v_uncond", "x_t", "x_s", "v_old", "v_ref")
-    latents = {k: torch.randn(shape, generator=stream).to(x_dtype if k[0] == "x" else v_dtype) for k in names}
-    A, B = torch.rand(shape[0], generator=stream), -torch.rand(shape[0], generator=stream)
-    c, u, x_t, x_s, old, ref = (None if k in absent else x.to(DEVICE) for k, x in latents.items())
-    return c, u, 4.5, x_t, x_s, A.to(DEVICE), B.to(DEVICE), old, ref
-
-
-def assert_bodies_agree(a):
-    # Equal elementwise arithmetic; sums of n terms in another order differ by about log2(n) * 6e-8 of sum |term|.
-    torch.testing.assert_close(fused.forward(*a), reference.forward(*a), rtol=2e-6, atol=2e-6)
-    grad = torch.randn(len(a[0]), 4, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    for into_uncond in {False, a[1] is not None}:
-        for found, expected in zip(
-            fused.backward(grad, *a, into_uncond), reference.backward(grad, *a, into_uncond), strict=True
-        ):
-            assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-            if found.numel():
-                scale = expected.float().abs().mean().item()
-                torch.testing.assert_close(
-                    found.float(), expected.float(), rtol=4 * EPS[found.dtype], atol=1e-5 * scale
-                )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bodies_agree_for_odd_shapes(shape):
-    assert_bodies_agree(arguments(shape))
-
-
-@pytest.mark.parametrize("v_dtype", EPS)
-@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
-def test_bodies_agree_for_every_mix_of_dtypes(v_dtype, x_dtype):
-    assert_bodies_agree(arguments((2, 4, 9, 7), v_dtype, x_dtype))
-
-
-@pytest.mark.parametrize("absent", [("v_uncond",), ("v_old",), ("v_ref",), ("v_uncond", "v_old", "v_ref")])
-def test_bodies_agree_when_inputs_are_absent(absent):
-    assert_bodies_agree(arguments((2, 5, 9), absent=absent))
-
-
-def test_strides_change_nothing():
-    c, u, g, x_t, x_s, A, B, old, ref = arguments((2, 6, 5, 4))
-    strided = [x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0) for x in (c, u, x_t, x_s, old, ref)]
-    c2, u2, x_t2, x_s2, old2, ref2 = strided
-    plain = fused.forward(c, u, g, x_t, x_s, A, B, old, ref)
-    assert not c2.is_contiguous()
-    assert torch.equal(fused.forward(c2, u2, g, x_t2, x_s2, A, B, old2, ref2), plain)
-
-
-def test_runs_are_bitwise_equal_and_rows_do_not_depend_on_their_batch():
-    a = arguments((3, 2, 2500))
-    whole = fused.forward(*a)
-    assert torch.equal(fused.forward(*a), whole)
-    row = tuple(x[1:2] if isinstance(x, torch.Tensor) else x for x in a)
-    assert torch.equal(fused.forward(*row), whole[1:2])
-
-
-def test_guidance_rounds_as_the_reference_does_so_that_equal_policies_have_ratio_one():
-    c, u, g, x_t, x_s, A, B, _, ref = arguments((2, 4, 33, 17), torch.bfloat16)
-    old = guide(c, u, g)
-    moments = fused.forward(c, u, g, x_t, x_s, A, B, old, ref)
-    assert not moments[:, DOLD2:].any()
-    assert moments[:, :DOLD2].all()
-
-
-def test_no_rows_give_no_moments():
-    a = arguments((0, 4, 8))
-    assert fused.forward(*a).shape == (0, 4)
-    assert fused.backward(torch.zeros(0, 4, device=DEVICE), *a, True)[1].shape == (0, 4, 8)
-
-
-def test_the_public_op_dispatches_here_and_differentiates(monkeypatch):
-    c, u, g, x_t, x_s, A, B, old, ref = arguments((2, 5, 9))
-    gradients = []
+def assert_bodies_agree(name, shape, v_dtype, x_dtype, wanted, monkeypatch):
+    """Triton is demanded: it runs or raises."""
+    case, results = CASES[name], []
     for choice in ("triton", "torch"):
         monkeypatch.setenv("FLOWRL_KERNELS", choice)
-        calls = []
-        monkeypatch.setattr(
-            fused, "backward", lambda *a, body=fused.backward, calls=calls: (calls.append(1), body(*a))[1]
-        )
-        leaves = [c.clone().requires_grad_(), u.clone().requires_grad_()]
-        moments = transition_moments(*leaves, g, x_t, x_s, A, B, v_old=old, v_ref=ref)
-        (moments * torch.arange(1.0, 5.0, device=DEVICE)).sum().backward()
-        assert len(calls) == (choice == "triton")
-        gradients.append([leaf.grad for leaf in leaves])
-    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+        results.append(case.differentiate(case.call, case.inputs(shape, v_dtype, x_dtype, DEVICE), wanted))
+    (found, gradients), (expected, references) = results
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    # Elementwise arithmetic is the same and sums run in another order. Twice the tolerance of rounding, one ulp,
+    # because the interpreter truncates to bfloat16 where hardware rounds.
+    if case.op[1] != "_moments" and found.dtype == F32:
+        assert torch.equal(found, expected)
+    assert_near(found, expected.double(), found.dtype, ulps=2)
+    assert gradients.keys() == references.keys()
+    for key, gradient in gradients.items():
+        assert (gradient.dtype, gradient.shape) == (references[key].dtype, references[key].shape)
+        assert_near(gradient, references[key].double(), gradient.dtype, ulps=2)
+
+
+@pytest.mark.parametrize(POINT, COVER)
+def test_bodies_agree(name, shape, v_dtype, x_dtype, wanted, monkeypatch):
+    assert_bodies_agree(name, shape, v_dtype, x_dtype, wanted, monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(POINT, PRODUCT)
+def test_bodies_agree_for_every_shape_and_dtype(name, shape, v_dtype, x_dtype, wanted, monkeypatch):
+    assert_bodies_agree(name, shape, v_dtype, x_dtype, wanted, monkeypatch)
+
+
+def test_the_backward_pass_is_the_triton_body_too(monkeypatch):
+    calls, original = [], transition_triton.backward
+    monkeypatch.setattr(transition_triton, "backward", lambda *a: (calls.append(1), original(*a))[1])
+    for choice, expected in (("triton", 1), ("torch", 1)):
+        monkeypatch.setenv("FLOWRL_KERNELS", choice)
+        case = CASES["transition"]
+        case.differentiate(case.call, case.inputs((2, 3, 4), F32, F32, DEVICE))
+        assert len(calls) == expected
+
+
+@some_cases
+def test_strides_batches_and_repetition_change_no_bit(case, monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    inputs = case.inputs((3, 5, 10, 90), F32, F32, DEVICE)
+    whole, gradients = case.differentiate(case.call, inputs)
+    for changed in (inputs, {name: strided(x) for name, x in inputs.items()}):
+        again, found = case.differentiate(case.call, changed)
+        assert torch.equal(again, whole)
+        assert all(torch.equal(found[name], gradients[name]) for name in gradients)
+    assert torch.equal(case.call({name: x[1:2] for name, x in inputs.items()}), whole[1:2])
+
+
+@every_case
+def test_no_rows_give_no_results(case, monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    out, gradients = case.differentiate(case.call, case.inputs((0, 4, 8), F32, F32, DEVICE))
+    assert len(out) == 0
+    assert all(gradient.shape == (0, 4, 8) for gradient in gradients.values())
+
+
+def test_guidance_is_scorings_own_to_the_bit(monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    c, u, x, z = torch.randn(4, 2, 4, 33, 17, generator=torch.Generator().manual_seed(0)).to(DEVICE, BF16)
+    v, one = guided_velocity(c, u, 4.5), torch.ones(2, device=DEVICE)
+    assert torch.equal(v, guide(c, u, 4.5))
+    assert not transition_moments(c, u, 4.5, x, z, one, one, v_old=v)[:, E2 + 1 :].any()
+
+
+def test_a_steps_error_is_the_one_that_scoring_finds_to_the_bit(monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    x_t, v, z = torch.randn(3, 2, 5, 1700, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    A, B, std = torch.rand(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for dtype in (F32, BF16):
+        x_s, error = sde_step(x_t, v, z, A, B, std, dtype=dtype)
+        assert torch.equal(error, transition_moments(v, None, 1.0, x_t, x_s, A, B)[:, E2])
+
+
+def test_equal_policies_have_equal_branches_and_no_gain_to_the_bit(monkeypatch):
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    v, x0, eps = torch.randn(3, 2, 5, 1700, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    M = matching_moments(v, x0, eps, v_old=v, beta=0.1)
+    assert not M[:, GAIN_OLD].any()
+    assert torch.equal(M[:, PLUS2], M[:, MINUS2])
+    assert torch.equal(M[:, PLUS1], M[:, MINUS1])
+
+
+class Allocations(TorchDispatchMode):
+    """Bytes that operations return in new storage; views of what was there are free."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.bytes = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in (*args, *self.seen) if isinstance(x, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in known:
+            self.seen.append(out)  # kept alive, so that no address is used twice
+            self.bytes += out.untyped_storage().nbytes()
+        return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE.keys() - {torch.float64}, ids=str)
+def test_contiguous_inputs_are_neither_copied_nor_widened_in_memory(dtype):
+    R, D = 2, 3 * 4096 + 5
+    v, x0, eps, old = torch.randn(4, R, D, generator=torch.Generator().manual_seed(0)).to(DEVICE, dtype)
+    row, grad = torch.rand(R, device=DEVICE), torch.ones(R, 11, device=DEVICE)
+    given = Inputs(v, x0, eps, v_old=old, beta=0.1)
+    counted = {
+        "matching": (lambda: matching_moments_triton.forward(given), 4 * R * 11 * 5),
+        "matching backward": (
+            lambda: matching_moments_triton.backward(grad, given),
+            v.nbytes,
+        ),
+        "step": (lambda: step_triton.forward(v, row, x0, row, eps, row, dtype, True), v.nbytes + 4 * R * 5),
+    }
+    for name, (run, allowed) in counted.items():
+        with Allocations() as meter:
+            run()
+        assert meter.bytes == allowed, name
+
+
+def test_renoising_rounds_as_the_reference_does(monkeypatch):
+    x0, eps = torch.randn(2, 2, 5, 900, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    t, results = torch.tensor([0.3, 0.97], dtype=torch.float64), []
+    for choice in ("triton", "torch"):
+        monkeypatch.setenv("FLOWRL_KERNELS", choice)
+        results.append(renoise(x0, eps, t, dtype=F16))
+    assert torch.equal(*results)
