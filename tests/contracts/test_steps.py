@@ -10,12 +10,13 @@ import math
 
 import pytest
 import torch
-from gaussian_target import exact_velocity, line, propagate
+from gaussian_target import exact_output, exact_velocity, line, propagate
 
 from flowrl_img import plugins
 from flowrl_img.kernels.logprob import Density, DeterministicStepError
+from flowrl_img.samplers.diffusion import sd15_grid
 from flowrl_img.samplers.loop import sample
-from flowrl_img.samplers.schedules import flow_match_sigmas, flux_sigmas
+from flowrl_img.samplers.schedules import flow_match_sigmas, flux_sigmas, qwen_image_sigmas
 from flowrl_img.samplers.steps.ode import ODE
 
 RULES = {name: plugins.build("steps", {"name": name}) for name in plugins.available("steps")}
@@ -66,7 +67,7 @@ def test_a_table_of_other_units_or_order_is_refused(name, sigmas):
 @pytest.mark.parametrize("name", sorted(set(FLOW) & set(RANDOM)))
 def test_without_noise_a_flow_rule_is_the_euler_ode(name):
     rule = dataclasses.replace(RULES[name], **{f.name: 0.0 for f in dataclasses.fields(RULES[name]) if f.name in NOISE})
-    for sigmas in (flow_match_sigmas(10), flux_sigmas(6, 1024), INTERIOR):
+    for sigmas in (flow_match_sigmas(10), flux_sigmas(6, 1024), qwen_image_sigmas(10, 1024), INTERIOR):
         table, euler = rule.coefficients(sigmas), ODE().coefficients(sigmas)
         torch.testing.assert_close(table.A, euler.A, rtol=0, atol=1e-14)
         torch.testing.assert_close(table.B, euler.B, rtol=0, atol=1e-14)
@@ -108,29 +109,22 @@ def test_a_step_without_noise_cannot_be_kept_or_scored_by_density(name):
             Density().log_prob(torch.ones(1), table.rows(torch.tensor([step])).std)
 
 
-def check_moments(name, sigmas, draws):
-    """Sampled moments against the linear recursion, to 4 standard errors."""
-    stream = torch.Generator().manual_seed(0)
+@pytest.mark.parametrize("num_steps", [4, 10, 40])
+@pytest.mark.parametrize("name", RULES)
+def test_sampled_moments_follow_the_linear_recursion(name, num_steps):
+    """To 4 standard errors of 200k draws, in float64."""
+    rule, draws, stream = RULES[name], 200_000, torch.Generator().manual_seed(0)
+    sigmas, output = flow_match_sigmas(num_steps), exact_velocity
+    if rule.process == "diffusion":
+        sigmas, output = sd15_grid(num_steps).sigmas, exact_output(rule.prediction)
 
     def normal(i=0):
         return torch.randn(draws, 1, dtype=torch.float64, generator=stream)
 
-    x0 = sample(exact_velocity, normal(), sigmas, RULES[name], range(len(sigmas) - 1), normal).x0
-    mean, variance = propagate(RULES[name].coefficients(sigmas), sigmas)
+    x0 = sample(output, normal(), sigmas, rule, range(num_steps), normal).x0
+    mean, variance = propagate(rule.coefficients(sigmas), sigmas, output=output)
     assert x0.mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / draws))
     assert x0.var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / draws))
-
-
-@pytest.mark.parametrize("name", FLOW)
-def test_sampled_moments_follow_the_linear_recursion(name):
-    check_moments(name, flow_match_sigmas(10), 20_000)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("num_steps", [4, 10, 40])
-@pytest.mark.parametrize("name", FLOW)
-def test_sampled_moments_follow_the_linear_recursion_at_many_draws(name, num_steps):
-    check_moments(name, flow_match_sigmas(num_steps), 200_000)
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -118,6 +118,7 @@ def tiny_trainer(tiny_config: Any) -> Any:
             parts.step_rule,
             parts.window,
             Processes(),
+            tail=parts.tail,
         )
 
     return make

@@ -39,6 +39,22 @@ def test_a_run_leaves_what_it_promises(tiny_config, tmp_path, capsys):
     assert "sampling" in (run / "summary.txt").read_text()
 
 
+def test_a_run_draws_with_the_tail_and_the_solver_of_its_recipe(tiny_config, tmp_path):
+    found = []
+    for k, changes in enumerate(({}, {"tail": {"ratio": 0.7}})):
+        config = tiny_config(
+            rollout={"steps": 6, "window": {"steps": [0, 1]}} | changes,
+            evaluation={"solver": {"name": "heun" if changes else "euler"}},
+            run={"rollouts": 1, "folder": str(tmp_path / f"run{k}")},
+        )
+        assert code_of(command(config, tmp_path)) == 0
+        before = json.loads((tmp_path / f"run{k}" / "evaluations.jsonl").read_text().splitlines()[0])
+        first = json.loads((tmp_path / f"run{k}" / "metrics.jsonl").read_text().splitlines()[0])
+        found.append((before["means"]["reward"], first["reward"]))
+    assert found[0][0] != found[1][0]  # the pictures of another solver
+    assert found[0][1] != found[1][1]  # the pictures of the tail
+
+
 def test_the_same_seed_gives_the_same_metrics_file_but_for_times(tiny_config, tmp_path):
     found = []
     for k in range(2):

@@ -166,10 +166,9 @@ def test_a_tail_changes_the_pictures_and_no_kept_step(tiny_trainer):
     assert trainer.model.calls - calls == 6 * len(SAMPLES)
 
 
-def test_a_run_with_a_tail_makes_the_network_calls_of_its_plan(tiny_trainer, tiny_config):
+def test_a_run_with_a_tail_makes_the_network_calls_of_its_plan(tiny_trainer):
     rollout = {"steps": 8, "window": {"steps": [0, 1]}, "tail": {"ratio": 0.6, "solver": {"name": "heun"}}}
     trainer = tiny_trainer(rollout=rollout)
-    trainer.tail = sampling.tail_of(trainer.config)
     assert trainer.tail == FlashTail(0.6, 3.0, Heun())
     trainer.collect(0)
     plan = make_plan(trainer.config, needs=())
@@ -180,10 +179,9 @@ def test_a_run_with_a_tail_makes_the_network_calls_of_its_plan(tiny_trainer, tin
 def test_training_with_the_square_log_prob_a_tail_and_cps_starts_at_ratio_one(tiny_trainer):
     window = {"size": 2, "high": 4, "schedule": "decay", "every": 2}
     trainer = tiny_trainer(
-        rollout={"steps": 6, "step": {"name": "cps"}, "window": window},
+        rollout={"steps": 6, "step": {"name": "cps"}, "window": window, "tail": {"ratio": 0.5}},
         objective={"log_prob": "square", "clip_range": 1e-5},
     )
-    trainer.tail = FlashTail(0.5)
     updates = list(trainer.run())
     assert updates[0].metrics["check_ratio_error"] <= 1e-6
     assert updates[0].metrics["max_ratio_error"] <= 1e-6

@@ -3,7 +3,9 @@ import dataclasses
 import pytest
 import torch
 
+from flowrl_img import seeds
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError, check_first_update
+from flowrl_img.rollout import generate
 
 JPEG = [{"name": "jpeg"}]
 
@@ -30,6 +32,49 @@ def test_every_ratio_is_one_before_the_first_update(tiny_trainer, micro_batch, g
     spread = check_first_update(trainer, scored.rollout.edges, scored, batches)
     assert spread["check_ratio_error"] <= 1e-6
     assert spread["check_residual_error"] <= 1e-4
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_scoring_in_any_order_twice_with_other_rollouts_between_changes_no_bit(tiny_trainer, guidance):
+    trainer = tiny_trainer(rollout={"guidance": guidance}, objective={"kl_weight": 0.1})
+    scored = trainer.collect(0)
+    edges = scored.rollout.edges
+
+    def scores(order):
+        found = {}
+        for k in order:
+            moments = trainer.predict(trainer.points(edges, scored, torch.tensor([k])))
+            found[k] = torch.cat([moments.e2, moments.dref2, moments.dold2, moments.cross]).detach()
+        return torch.stack([found[k] for k in range(len(edges))])
+
+    clean = scores(range(len(edges)))
+    assert clean.any()
+    for seed, steps in ((1, 7), (2, 2)):
+        generate(
+            trainer.model, trainer.prompts, scored.everything[:3], num_steps=steps, guidance=2.0, seed=seed, batch=2
+        )
+        trainer.collect(seed)
+        assert torch.equal(scores(seeds.permutation(len(edges), seed)), clean)
+
+
+def test_rollout_scoring_and_evaluation_use_one_table_that_later_changes_do_not_reach(tiny_trainer, monkeypatch):
+    trainer, seen = tiny_trainer(), []
+    velocity = type(trainer.model).velocity
+    monkeypatch.setattr(
+        type(trainer.model), "velocity", lambda self, x, sigma, c: (seen.append(sigma), velocity(self, x, sigma, c))[1]
+    )
+    grid = torch.tensor([1.0, 0.8, 0.45, 0.2, 0.0], dtype=torch.float64)
+    monkeypatch.setattr(type(trainer.model), "sigmas", lambda self, num_steps: grid)
+    scored = trainer.collect(0)
+    assert torch.equal(scored.rollout.sigmas, grid)
+    assert sorted({float(s) for sigma in seen for s in sigma}) == grid[:-1].flip(0).tolist()
+    # The table of the rollout is scored, whatever the model says of a grid by then.
+    monkeypatch.setattr(type(trainer.model), "sigmas", lambda self, num_steps: grid.flip(0))
+    seen.clear()
+    rows = torch.arange(len(scored.rollout.edges))
+    spread = check_first_update(trainer, scored.rollout.edges, scored, [rows])
+    assert spread["check_ratio_error"] <= 1e-6
+    assert sorted({float(s) for sigma in seen for s in sigma}) == grid[:3].flip(0).tolist()
 
 
 @pytest.mark.parametrize("which", ["x_t", "x_s"])

@@ -98,7 +98,7 @@ def test_at_the_old_policy_the_ratio_gradient_is_b_z_over_std():
 
 
 def test_in_float32_the_difference_form_resolves_ratios_far_below_every_clip_range():
-    """Clip ranges go down to 2e-6. Subtracting float32 log-probs is off by several 1e-8, this form by under 1e-10."""
+    """Clip ranges go down to 2e-6. Subtracting float32 log-probs is off by more than 3e-8, this form by under 1e-10."""
     worst_form, worst_subtraction = 0.0, 0.0
     for seed in range(5):
         x_t, x_s, v, v_old, _ = transition(1e-4, torch.float32, seed)
@@ -112,7 +112,7 @@ def test_in_float32_the_difference_form_resolves_ratios_far_below_every_clip_ran
         worst_form = max(worst_form, (form.double() - truth).abs().max().item())
         worst_subtraction = max(worst_subtraction, (subtraction.double() - truth).abs().max().item())
     assert worst_form < 1e-10
-    assert worst_subtraction > 1e-8
+    assert worst_subtraction > 3e-8
 
 
 def test_scalars_may_come_from_the_host_in_float64():

@@ -42,7 +42,6 @@ STATES = ("x_t", "x_s", "x0", "end", "x", "z")
 OUTPUTS = ("to_cond", "to_uncond", "to_v", "to_first", "to_second", "out")
 PER_ROW = ("A", "B", "a", "b", "c", "slope", "grad", "first", "second", "partial", "means")
 TYPES = {
-    **dict.fromkeys((*VELOCITIES, *OUTPUTS), "*bf16"),
     **dict.fromkeys((*STATES, *PER_ROW), "*fp32"),
     **dict.fromkeys(("D", "chunks"), "i32"),
     **dict.fromkeys(("guidance", "weight", "beta"), "fp32"),
@@ -60,8 +59,11 @@ KERNELS = {
 """By module and name: the arguments that may be absent."""
 
 
-def compiled(name, capability, absent):
-    """The kernel compiled for a target without a GPU, told what a launch with whole blocks tells: 16 divides it all."""
+def compiled(name, capability, absent, low="bf16"):
+    """The kernel compiled for a target without a GPU, told what a launch with whole blocks tells: 16 divides it all.
+
+    low: dtype of velocities and results.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -72,7 +74,8 @@ def compiled(name, capability, absent):
     kernel = getattr(importlib.import_module(f"flowrl_img.kernels.{module}"), attribute)
     constants = {"CHUNK": launch.CHUNK, "BLOCK": launch.BLOCK, **dict.fromkeys(absent)}
     constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
-    signature = {k: "constexpr" if k in constants else TYPES[k] for k in kernel.arg_names}
+    types = TYPES | dict.fromkeys((*VELOCITIES, *OUTPUTS), f"*{low}")
+    signature = {k: "constexpr" if k in constants else types[k] for k in kernel.arg_names}
     whole = [i for i, k in enumerate(kernel.arg_names) if signature[k][0] == "*" or k == "D"]
     source = ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in whole})
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=launch.OPTIONS), signature
@@ -98,14 +101,16 @@ def spilled(ptx, capability, folder):
     return sum(map(int, counts))
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("capability", "low"), [(80, "bf16"), (90, "bf16"), (100, "bf16"), (80, "fp16"), (90, "fp32"), (100, "fp32")]
+)
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_compile_ahead_of_time_for_every_target(name, capability, compiler, tmp_path):
+def test_kernels_compile_ahead_of_time_for_every_target(name, capability, low, compiler, tmp_path):
     """Without contraction (ratio 1 needs PyTorch's rounding), atomics (sums must not depend on timing) or spills.
 
     Each latent is read once, in loads of 16 bytes, and nothing is read but latents and scalars.
     """
-    result, signature = compiled(name, capability, ())
+    result, signature = compiled(name, capability, (), low)
     ptx = result.asm["ptx"]
     assert f".target sm_{capability}" in ptx
     assert len(result.asm["cubin"]) > 0
@@ -121,8 +126,8 @@ def test_kernels_compile_ahead_of_time_for_every_target(name, capability, compil
     loads = re.findall(r"ld\.global[.\w:]*?((?:\.v\d)?)\.b(\d+)", ptx)
     wide = [int(vector[2:] or 1) * int(bits) for vector, bits in loads if vector]
     assert set(wide) == {128}
-    # Eight elements a thread: one load of 16 bytes for bfloat16, two for float32. All others are scalars of a row.
-    assert len(wide) == sum(2 if k in STATES else 1 for k in latents)
+    # Eight elements a thread: one load of 16 bytes at 16 bits each, two at 32. All others are scalars of a row.
+    assert len(wide) == sum(2 if k in STATES or low == "fp32" else 1 for k in latents)
     assert len(loads) - len(wide) <= sum(11 if k == "grad" else k in PER_ROW for k in signature)
 
 

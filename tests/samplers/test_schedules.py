@@ -27,8 +27,8 @@ QWEN_IMAGE = {  # the scheduler configuration of the Qwen-Image release
 }
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4, 10, 28, 40])
-@pytest.mark.parametrize("shift", [1.0, 3.0, 5.5])
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 10, 28, 40, 1000])
+@pytest.mark.parametrize("shift", [1.0, 3.0, 5.5, 7.0])
 def test_sd3_grid_and_timesteps_are_bitwise_those_of_the_scheduler(num_steps, shift):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(num_steps)

@@ -1,7 +1,8 @@
-"""The target x0 ~ N(M, C^2): its velocity is known, and every step rule is a linear recursion of two moments."""
+"""The target x0 ~ N(M, C^2): what a network predicts is known, and every step rule is a recursion of two moments."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,12 +21,32 @@ def exact_velocity(x: Any, i: int, t: float) -> Any:
     return slope(t) * (x - (1 - t) * M) - M
 
 
-def propagate(table: Any, sigmas: Tensor, mean: float = 0.0, variance: float = 1.0) -> tuple[float, float]:
-    """Mean and variance of the final state of a step rule, from those of the first."""
+def exact_output(prediction: str) -> Callable[[Any, int, float], Any]:
+    """What a diffusion network predicts ("epsilon", "v", "x0") at x_t = alpha x0 + t eps, alpha = sqrt(1 - t^2)."""
+
+    def output(x: Any, i: int, t: float) -> Any:
+        alpha = (1 - t**2) ** 0.5
+        share = (x - alpha * M) / (alpha**2 * C**2 + t**2)
+        eps, x0 = t * share, M + alpha * C**2 * share
+        return {"epsilon": eps, "v": alpha * eps - t * x0, "x0": x0}[prediction]
+
+    return output
+
+
+def propagate(
+    table: Any, sigmas: Tensor, mean: float = 0.0, variance: float = 1.0, output: Any = exact_velocity
+) -> tuple[float, float]:
+    """Mean and variance of the final state of a step rule, from those of the first. output: linear in the state."""
     for A, B, std, t in zip(*(x.tolist() for x in (table.A, table.B, table.std, sigmas[:-1]))):
-        mean = A * mean + B * exact_velocity(mean, 0, t)
-        variance = (A + B * slope(t)) ** 2 * variance + std**2
+        gain = output(1.0, 0, t) - output(0.0, 0, t)
+        mean = A * mean + B * output(mean, 0, t)
+        variance = (A + B * gain) ** 2 * variance + std**2
     return mean, variance
+
+
+def law(t: float) -> tuple[float, float]:
+    """Mean and variance of x_t of the flow."""
+    return (1 - t) * M, (1 - t) ** 2 * C**2 + t**2
 
 
 def exact_state(x: Tensor, t: float, s: float) -> Tensor:

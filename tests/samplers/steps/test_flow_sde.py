@@ -1,10 +1,11 @@
 """Flow-SDE: published scalars, golden steps, and the laws it keeps on a target that can be solved exactly."""
 
+import itertools
 import math
 
 import pytest
 import torch
-from gaussian_target import C, M, line, propagate
+from gaussian_target import C, M, law, line, propagate
 
 from flowrl_img.kernels.logprob import kl, kl_sigma, log_prob, log_ratio
 from flowrl_img.kernels.transition import CROSS, DOLD2, DREF2, E2, transition_moments
@@ -157,7 +158,7 @@ def test_guided_gradients_match_golden_numbers(golden, detached):
     assert detached == (uncond.grad is None)
 
 
-# --- a law on the Gaussian target, beside those of tests/contracts/test_steps.py -------------------------------------
+# --- laws on the Gaussian target, beside those of tests/contracts/test_steps.py -------------------------------------
 
 
 @pytest.mark.parametrize(("noise_level", "num_steps", "order"), [(0.0, 400, 1.0), (1.2, 400, 1.0), (0.7, 25_600, 0.49)])
@@ -171,3 +172,17 @@ def test_the_marginal_law_is_kept_as_steps_shrink(noise_level, num_steps, order)
         errors.append(abs(math.sqrt(variance) - C))
     assert errors[-1] < 1e-3
     assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.06)
+
+
+@pytest.mark.parametrize("noise_level", [0.3, 0.7, 1.2])
+def test_below_the_noise_end_the_law_is_kept_at_first_order_at_every_noise_level(noise_level):
+    """From the exact law at t = .95 to the data: the endpoint rule plays no part."""
+    errors = []
+    for n in (200, 400, 800):
+        sigmas = line(n, 0.95)
+        mean, variance = propagate(FlowSDE(noise_level).coefficients(sigmas), sigmas, *law(0.95))
+        assert mean == pytest.approx(M, abs=1e-10)
+        errors.append(abs(math.sqrt(variance) / C - 1))
+    assert errors[1] < 0.02
+    for coarse, fine in itertools.pairwise(errors):
+        assert math.log2(coarse / fine) == pytest.approx(1, abs=0.06)
