@@ -116,6 +116,18 @@ def moments_with(log_ratio: torch.Tensor, dref2: float = 0.0) -> Moments:
     return Moments(zero, zero + dref2, zero, -log_ratio, table)
 
 
+@pytest.mark.parametrize("name", ["clip1e-4", "clip0.2", "clip0.1_f32"])
+def test_the_published_surrogate_and_its_gradient_are_met_at_given_log_probs(golden, name):
+    case = golden("flow_grpo", f"grpo_logp_{name}")
+    log_prob_new = case["logp_new"].clone().requires_grad_()
+    objective = FlowGRPO(case.scalars["clip_range"])
+    loss, metrics = objective(moments_with(log_prob_new - case["logp_old"]), case["advantages"].clamp(-5, 5))
+    loss.mean().backward()
+    case.check("loss", loss.mean())
+    case.check("ratio", metrics["ratio"])
+    case.check("grad_logp_new", log_prob_new.grad)
+
+
 @pytest.mark.parametrize(("advantage", "ratio"), list(itertools.product([-1.0, 1.0], [0.5, 1.0, 1.5])))
 def test_gradient_is_zero_exactly_where_the_clip_is_active(advantage, ratio):
     delta = torch.tensor([ratio]).log().requires_grad_()

@@ -105,6 +105,44 @@ def test_a_missing_module_is_told_from_an_import_that_fails_inside(tmp_path, mon
         plugins.resolve("steps", "half_installed:Step")
 
 
+RULE = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flowrl_img.samplers.steps.table import check_sigmas, sde_table
+
+__all__ = ["LinearNoise"]
+
+
+@dataclass(frozen=True)
+class LinearNoise:
+    name: ClassVar[str] = "linear_noise"
+    noise_level: float = 0.5
+
+    def coefficients(self, sigmas):
+        sigmas = check_sigmas(sigmas)
+        return sde_table(sigmas, self.noise_level * sigmas[:-1])
+"""
+
+
+def test_a_step_rule_is_one_file_and_nothing_else(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flowrl_img import recipes
+    from flowrl_img.samplers import steps
+    from flowrl_img.validation import validate
+
+    (tmp_path / "linear_noise.py").write_text(RULE)
+    monkeypatch.setattr(steps, "__path__", [*steps.__path__, str(tmp_path)])
+    try:
+        assert "linear_noise" in plugins.available("steps")
+        assert (
+            validate(recipes.load("pico", ["rollout.step={name: linear_noise, noise_level: 0.3}"])).trained_steps == 4
+        )
+        with pytest.raises(ValueError, match="linear_noise adds no noise"):
+            validate(recipes.load("pico", ["rollout.step={name: linear_noise, noise_level: 0}"]))
+    finally:
+        sys.modules.pop(f"{steps.__name__}.linear_noise", None)
+
+
 def test_an_entry_point_comes_before_the_built_in(my_parts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(group: str) -> list[metadata.EntryPoint]:
         return [metadata.EntryPoint("ode", f"{my_parts}:Part", group)] if group == "flowrl_img.steps" else []

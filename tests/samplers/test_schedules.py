@@ -69,7 +69,9 @@ def test_sd3_grid_matches_golden_numbers(golden, num_steps):
     case.check("timesteps", 1000 * sigmas[:-1])
 
 
-@pytest.mark.parametrize(("num_tokens", "num_steps"), [(256, 6), (256, 10), (1024, 6), (1024, 10), (4096, 28)])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_steps"), [(256, 6), (256, 10), (256, 28), (1024, 6), (1024, 10), (4096, 10), (4096, 28)]
+)
 def test_flux_grid_matches_golden_numbers(golden, num_tokens, num_steps):
     golden("schedules", f"flux_tok{num_tokens}_N{num_steps}").check("sigmas", flux_sigmas(num_steps, num_tokens))
 
