@@ -87,3 +87,20 @@ def test_it_prints_and_stores_a_row_for_each_op_pass_and_variant(bench, monkeypa
         assert row["gb_s"] == pytest.approx(row["copy"])
     off = {(row["op"], row["variant"]): row["error"] for row in rows if row["pass_"] == "forward"}
     assert off["transition", "torch"] < off["transition", "naive"]
+
+
+def test_with_a_gpu_the_parity_tests_run_before_anything_is_timed(bench, monkeypatch):
+    class Stopped(Exception):
+        pass
+
+    def run(command, check, cwd, env):
+        assert command[-1].endswith("tests/kernels/triton_cases.py") and check
+        assert (env["FLOWRL_KERNELS"], env["TRITON_INTERPRET"]) == ("triton", "0")
+        raise Stopped
+
+    monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(bench, "driver_obstacle", lambda: None)
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(bench, "meter_for", lambda device: pytest.fail("timed before the parity tests"))
+    with pytest.raises(Stopped):
+        bench.main([])
