@@ -105,4 +105,7 @@ def _fitting(kind: str, part: PartConfig, where: str, config: Config) -> Any:
 
 def _process(part: Any) -> str:
     """Whether a step rule, solver or model family belongs to "flow" or "diffusion" models; flow where it is silent."""
-    return str(getattr(part, "process", "flow"))
+    process = str(getattr(part, "process", "flow"))
+    if process not in PROBES:
+        raise ValueError(f"{getattr(part, 'name', part)}: process must be {' or '.join(PROBES)}, not {process!r}")
+    return process

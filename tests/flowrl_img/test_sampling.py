@@ -94,6 +94,12 @@ def test_a_diffusion_family_takes_the_rules_of_diffusion_models_alone(my_parts):
         sampling.evaluation_solver_of(config)
 
 
+def test_a_process_of_another_name_is_refused(my_parts):
+    sys.modules[my_parts].Family.process = "score"
+    with pytest.raises(ValueError, match="mine: process must be flow or diffusion, not 'score'"):
+        validate(recipes.load("pico", [f"model.family={my_parts}:Family"]))
+
+
 def test_a_silent_step_of_the_models_own_grid_stops_the_trainer_before_its_first_rollout(tiny_trainer, monkeypatch):
     trainer = tiny_trainer()
     trainer.step_rule = CPS()
