@@ -60,7 +60,7 @@ class Schedule:
         return self.steps + self.noisy_steps
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step `step`: linear warm-up, constant, linear cool-down; then the fall of the noisy steps."""
+        """Learning rate of step `step`: linear warm-up, constant, linear cool-down; then the noisy steps."""
         if step >= self.steps:
             return self.noisy_lr * (self.total_steps - step) / self.noisy_steps
         left = (self.steps - step) / max(self.cooldown * self.steps, 1)
@@ -160,7 +160,7 @@ def train_denoiser(
     """Train or resume to `plan.total_steps` (or stop after `minutes`, resumable); returns the averaged network.
 
     data: latents [N, C, 8, 8], tokens [N, L], cells [N, 3, 8, 8], empty [1, L], noise (a CaptionNoise).
-    `evaluate(net) -> dict` is logged every 1,000 steps to `denoiser_log.jsonl`; `denoiser.pt` is written with it and every 250 steps.
+    `evaluate(net) -> dict` is logged every 1,000 steps to `denoiser_log.jsonl`; `denoiser.pt` is written every 250.
     """
     torch.manual_seed(plan.seed)
     net = Denoiser(data["tokenizer"], plan.aux_layer)
