@@ -84,6 +84,15 @@ class PromptsConfig(Section):
     train: str = Field("pico/train_geneval", description="prompts of the rollouts")
     evaluation: str = Field("pico/test_geneval", description="held-out prompts")
     balance: str | None = Field("tag", description="metadata key whose values are drawn equally often; null: uniform")
+    shares: dict[str, Annotated[int, Field(ge=0)]] | None = Field(
+        None, description="turns of each value of `balance` in a training round; null: one each; left out: none"
+    )
+
+    @model_validator(mode="after")
+    def _shares_something(self) -> PromptsConfig:
+        if self.shares is not None and (self.balance is None or not any(self.shares.values())):
+            raise ValueError("shares needs a balance key, and at least one share above 0")
+        return self
 
 
 class RewardConfig(PartConfig):

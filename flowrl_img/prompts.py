@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 from flowrl_img import seeds
+from flowrl_img.plugins import nearest
 from flowrl_img.resources import asset
 from flowrl_img.types import PromptSet, Sample
 
@@ -47,26 +49,40 @@ def _record(path: Path, number: int, line: str) -> dict:
 
 
 def draw_samples(
-    prompts: PromptSet, groups: int, group_size: int, balance: str | None, *, seed: int, rollout: int
-) -> tuple[Sample, ...]:
+    prompts: PromptSet, groups: int, group_size: int, balance: str | None, shares: Mapping[str, int] | None = None,
+    *, seed: int, rollout: int,
+) -> tuple[Sample, ...]:  # fmt: skip
     """`groups` x `group_size` samples of one rollout, groups whole and contiguous, no prompt twice while they last.
 
     With `balance` (a metadata key) its values take turns, in a shuffled order, and each value walks through its own
-    shuffled prompts from rollout to rollout. Pure in (seed, rollout): the same on every process.
+    shuffled prompts from rollout to rollout. `shares` gives the turns of each value in a round; values it leaves out
+    are not drawn. Pure in (seed, rollout): the same on every process. ValueError for a share of an unknown value.
     """
     buckets = _buckets(prompts, balance)
-    names = sorted(buckets)
+    turns = _turns(buckets, balance, shares)
     chosen = []
     for k in range(rollout * groups, (rollout + 1) * groups):
-        cycle, place = divmod(k, len(names))
-        name = names[seeds.permutation(len(names), seed, "tags", cycle)[place]]
-        lap, turn = divmod(cycle, len(buckets[name]))
-        chosen.append(buckets[name][seeds.permutation(len(buckets[name]), seed, "prompts", name, lap)[turn]])
+        cycle, place = divmod(k, len(turns))
+        turn = seeds.permutation(len(turns), seed, "tags", cycle)[place]
+        name = turns[turn]
+        visit = cycle * turns.count(name) + turn - turns.index(name)
+        lap, place = divmod(visit, len(buckets[name]))
+        chosen.append(buckets[name][seeds.permutation(len(buckets[name]), seed, "prompts", name, lap)[place]])
     return tuple(
         Sample(prompt, f"{rollout}/{slot}/{prompt}", image)
         for slot, prompt in enumerate(chosen)
         for image in range(group_size)
     )
+
+
+def _turns(buckets: Mapping[str, list[int]], balance: str | None, shares: Mapping[str, int] | None) -> list[str]:
+    """The values of one round, each as often as its share says, equal ones side by side."""
+    if shares is None:
+        return sorted(buckets)
+    for name in shares:
+        if name not in buckets:
+            raise ValueError(f"prompts.shares: no prompt has {balance}={name!r}; {nearest(name, buckets)}")
+    return [name for name in sorted(buckets) for _ in range(shares.get(name, 0))]
 
 
 def _buckets(prompts: PromptSet, balance: str | None) -> dict[str, list[int]]:

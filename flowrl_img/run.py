@@ -28,7 +28,7 @@ from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 from flowrl_img.parallel import Processes
-from flowrl_img.prompts import choose_evenly, load_prompts
+from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
 from flowrl_img.rewards import known_answers, registry
@@ -67,6 +67,7 @@ class Parts:
 def assemble(config: Config) -> Parts:
     """Prompts, rewards, objective and sampler of a run. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
+    draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     reward = _mixture(config.rewards)
     report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
     for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):

@@ -104,7 +104,7 @@ class Trainer:
         """Draw, score and rank this process's share of one rollout."""
         config = self.config.rollout
         everything = draw_samples(
-            self.prompts, config.groups, config.group_size, self.config.prompts.balance,
+            self.prompts, config.groups, config.group_size, self.config.prompts.balance, self.config.prompts.shares,
             seed=self.config.run.seed, rollout=rollout,
         )  # fmt: skip
         mine = self.processes.share(everything)

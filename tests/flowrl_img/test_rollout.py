@@ -108,6 +108,25 @@ def test_drawn_groups_are_whole_distinct_and_balanced():
     assert {tags.count(t) for t in tags} == {2}  # 12 groups over 6 tasks
 
 
+def test_shares_give_the_turns_of_each_task_and_repeat_no_prompt():
+    prompts = load_prompts("pico/train_geneval")
+    shares = {"position": 3, "counting": 2, "colors": 1}
+    seen = [
+        s.prompt
+        for rollout in range(3)
+        for s in draw_samples(prompts, 6, 2, "tag", shares, seed=1, rollout=rollout)
+        if s.image == 0
+    ]
+    tags = [prompts.metadata[p]["tag"] for p in seen]
+    assert {t: tags.count(t) for t in set(tags)} == {t: 3 * n for t, n in shares.items()}
+    assert len(set(seen)) == len(seen)
+
+
+def test_a_share_of_an_unknown_task_names_the_nearest():
+    with pytest.raises(ValueError, match="'positon'; did you mean 'position'"):
+        draw_samples(load_prompts("pico/train_geneval"), 6, 2, "tag", {"positon": 1}, seed=1, rollout=0)
+
+
 def test_every_prompt_of_a_task_comes_before_any_comes_again():
     prompts = load_prompts("pico/train_geneval")
     single = [k for k, row in enumerate(prompts.metadata) if row["tag"] == "single_object"]
