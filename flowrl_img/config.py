@@ -75,6 +75,9 @@ class WeightsConfig(Section):
 
     kind: Literal["lora", "full"] = Field("lora", description="adapters, or every weight with a frozen reference copy")
     lora: LoraConfig = LoraConfig()
+    only: tuple[str, ...] = Field(
+        (), description="full: train the weights whose name contains one of these; empty: all"
+    )
     ema: EmaConfig | None = Field(EmaConfig(), description="null: evaluate and save the trained weights themselves")
 
 

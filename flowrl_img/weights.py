@@ -29,7 +29,7 @@ class WeightSets:
     def __init__(
         self, network: nn.Module, config: WeightsConfig, default_targets: tuple[str, ...], *, seed: int
     ) -> None:
-        """Adds the adapter (or frees the network) in place. ValueError if a LoRA target matches no layer."""
+        """Adds the adapter (or frees weights) in place. ValueError if a LoRA target or a part in `only` matches nothing."""
         self.network = network
         self.config = config
         self._layers: list[Any] = []
@@ -38,7 +38,7 @@ class WeightSets:
             if config.kind == "lora":
                 self._add_lora(config.lora.targets or default_targets)
             else:
-                network.requires_grad_(True)
+                self._free(config.only)
         self.trainable = {name: p for name, p in network.named_parameters() if p.requires_grad}
         for parameter in self.trainable.values():
             # bf16 weights ignore updates smaller than 1/256 of themselves.
@@ -48,6 +48,15 @@ class WeightSets:
             self.remember("reference")
         if config.ema is not None:
             self.remember("ema")
+
+    def _free(self, only: tuple[str, ...]) -> None:
+        names = [name for name, _ in self.network.named_parameters()]
+        for part in only:
+            if not any(part in name for name in names):
+                words = {word for name in names for word in name.split(".") if not word.isdigit()}
+                raise ValueError(f"weights.only: {part!r} is part of no parameter's name; {nearest(part, words)}")
+        for name, parameter in self.network.named_parameters():
+            parameter.requires_grad_(not only or any(part in name for part in only))
 
     def _add_lora(self, targets: tuple[str, ...]) -> None:
         from peft import LoraConfig
