@@ -29,7 +29,7 @@ class WeightSets:
     def __init__(
         self, network: nn.Module, config: WeightsConfig, default_targets: tuple[str, ...], *, seed: int
     ) -> None:
-        """Adds the adapter (or frees weights) in place. ValueError if a LoRA target or a part in `only` matches nothing."""
+        """Adds the adapter (or frees weights) in place. ValueError if a target or a part in `only` matches nothing."""
         self.network = network
         self.config = config
         self._layers: list[Any] = []

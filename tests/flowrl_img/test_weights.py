@@ -7,6 +7,7 @@ from flowrl_img.weights import WeightSets
 
 LORA = WeightsConfig(lora=LoraConfig(rank=4, alpha=8))
 FULL = WeightsConfig(kind="full")
+PART = WeightsConfig(kind="full", only=("add_", "context"))
 
 
 @pytest.fixture
@@ -36,14 +37,14 @@ def shaken(network, config) -> WeightSets:
     return weights
 
 
-@pytest.mark.parametrize("config", [LORA, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("config", [LORA, FULL, PART], ids=["lora", "full", "part"])
 def test_a_new_adapter_changes_nothing(network, config):
     base = velocity(network)
     WeightSets(network, config, SD3.lora_targets, seed=0)
     assert torch.equal(velocity(network), base)
 
 
-@pytest.mark.parametrize("config", [LORA, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("config", [LORA, FULL, PART], ids=["lora", "full", "part"])
 def test_the_reference_is_the_untouched_base_to_the_last_bit(network, config):
     base = velocity(network)
     weights = shaken(network, config)
@@ -54,7 +55,7 @@ def test_the_reference_is_the_untouched_base_to_the_last_bit(network, config):
     assert torch.equal(velocity(network), tuned)
 
 
-@pytest.mark.parametrize("config", [LORA, FULL], ids=["lora", "full"])
+@pytest.mark.parametrize("config", [LORA, FULL, PART], ids=["lora", "full", "part"])
 def test_sets_come_back_after_an_exception_and_when_nested(network, config):
     weights = shaken(network, config)
     tuned = velocity(network)
@@ -100,6 +101,19 @@ def test_a_target_that_matches_nothing_is_refused_with_the_nearest(network):
     config = WeightsConfig(lora=LoraConfig(rank=4, targets=("attn.to_qq",)))
     with pytest.raises(ValueError, match=r"'attn.to_qq' matches no linear layer; did you mean 'attn.to_q'"):
         WeightSets(network, config, SD3.lora_targets, seed=0)
+
+
+def test_only_the_named_weights_are_trained(network):
+    weights = WeightSets(network, PART, SD3.lora_targets, seed=0)
+    assert weights.trainable
+    assert all("add_" in name or "context" in name for name in weights.trainable)
+    free = {name for name, p in network.named_parameters() if p.requires_grad}
+    assert free == set(weights.trainable)
+
+
+def test_a_part_of_no_name_is_refused_with_the_nearest(network):
+    with pytest.raises(ValueError, match="'contxt' is part of no parameter's name; did you mean"):
+        WeightSets(network, WeightsConfig(kind="full", only=("contxt",)), SD3.lora_targets, seed=0)
 
 
 def test_an_unknown_set_is_refused(network):
