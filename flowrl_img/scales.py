@@ -76,9 +76,9 @@ def parse_scale(text: str) -> Scale:
     if found := re.fullmatch(rf"({NUMBER}):({NUMBER})@(\d+|\d*\.\d+)", text):
         early, late, at = found.groups()
         return Switch(_finite(early), _finite(late), int(at) if at.isdecimal() else float(at))
-    # Not greedy, so that "2..0" is 2 and 0, not "2." and ".0".
-    if found := re.fullmatch(rf"({NUMBER}?)\.\.({NUMBER})", text):
-        return Ramp(_finite(found[1]), _finite(found[2]))
+    first, dots, last = text.partition("..")
+    if dots and re.fullmatch(NUMBER, first) and re.fullmatch(NUMBER, last):
+        return Ramp(_finite(first), _finite(last))
     raise ValueError(f"{text!r} is no scale: {FORMS}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +78,10 @@ class SD3:
     @property
     def network(self) -> Any:
         return self.pipeline.transformer
+
+    def with_network(self, network: Any) -> SD3:
+        """The same generator around another transformer; everything else is shared."""
+        return replace(self, pipeline=type(self.pipeline)(**{**self.pipeline.components, "transformer": network}))
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
