@@ -2,7 +2,8 @@
 
 In text: `1.6`; `1:0@12` is 1 for the first 12 steps and 0 from there on, `1:0@0.6` the same for the first 60 % of the
 steps, whatever their number; `2..0` falls evenly from 2 at the first step to 0 at the last. 0 is the base model, 1 the
-tuned one, between them lie interpolations, beyond them extrapolations.
+tuned one, between them lie interpolations, beyond them extrapolations. Of several tuned models at once each has its own,
+with a slash between them: `1.5/0.5`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Constant", "Ramp", "Scale", "Switch", "as_scale", "parse_scale", "parse_scales"]
+__all__ = ["Constant", "Ramp", "Scale", "Switch", "Variant", "as_scale", "parse_scale", "parse_variants"]
 
 Scale = Callable[[int, int], float]
 """(step from 0, number of steps) -> weight of that step. `str(scale)` is its text and the label in tables."""
@@ -82,12 +83,46 @@ def parse_scale(text: str) -> Scale:
     raise ValueError(f"{text!r} is no scale: {FORMS}")
 
 
-def parse_scales(text: str) -> list[Scale]:
-    """Scales separated by commas, each once. Example: `0,1,1.6`."""
-    scales = [parse_scale(part) for part in text.split(",") if part.strip()]
-    if not scales:
+@dataclass(frozen=True)
+class Variant:
+    """One strength of everything that was tuned: a scale for each tuned side."""
+
+    scales: tuple[Scale, ...]
+
+    @property
+    def label(self) -> str:
+        """`base`, `tuned` or `w=1.6`, as it stands in tables and file names."""
+        for name, weight in (("base", 0), ("tuned", 1)):
+            if all(scale == Constant(weight) for scale in self.scales):
+                return name
+        scales = self.scales[:1] if len(set(self.scales)) == 1 else self.scales
+        return "w=" + "/".join(map(str, scales))
+
+    @property
+    def weight(self) -> float | None:
+        """The one number that all scales are; None for schedules and for unequal scales."""
+        scales = set(self.scales) or {Constant(0)}
+        one = scales.pop()
+        return one.weight if isinstance(one, Constant) and not scales else None
+
+
+def parse_variants(text: str, sides: int) -> list[Variant]:
+    """Strengths separated by commas, each once, for `sides` tuned sides. Example: `0,1,1.6` or `1,1.5/0.5`.
+
+    ValueError for what is no scale, and for a strength other than 0 where nothing is tuned.
+    """
+    found = []
+    for part in text.split(","):
+        if part.strip():
+            scales = tuple(parse_scale(one) for one in part.split("/"))
+            found.append(Variant(scales * sides if len(scales) == 1 else scales))
+            if len(found[-1].scales) != sides:
+                raise ValueError(f"{part.strip()!r} gives {len(scales)} scales for {sides} tuned models: one, or one each")
+            if not sides and scales != (Constant(0),):
+                raise ValueError(f"scale {part.strip()}: nothing tuned is given, so there is only the base (0)")
+    if not found:
         raise ValueError(f"no scale in {text!r}: {FORMS}")
-    return list(dict.fromkeys(scales))
+    return list(dict.fromkeys(found))
 
 
 def as_scale(scale: float | str | Scale) -> Scale:

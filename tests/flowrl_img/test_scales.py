@@ -1,6 +1,6 @@
 import pytest
 
-from flowrl_img.scales import Constant, Ramp, Switch, as_scale, parse_scale, parse_scales
+from flowrl_img.scales import Constant, Ramp, Switch, Variant, as_scale, parse_scale, parse_variants
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,32 @@ def test_what_is_no_scale_is_refused(text):
         parse_scale(text)
 
 
-def test_a_list_keeps_its_order_and_each_scale_once():
-    assert [str(s) for s in parse_scales("0, 1,1.0,2..0")] == ["0", "1", "2..0"]
-    with pytest.raises(ValueError, match=r"'x' is no scale: write a number"):
-        parse_scales("0,x")
-    with pytest.raises(ValueError, match="no scale in ','"):
-        parse_scales(",")
+def test_a_list_keeps_its_order_and_each_strength_once():
+    found = parse_variants("0, 1,1.0,2..0", 1)
+    assert [v.label for v in found] == ["base", "tuned", "w=2..0"]
+    assert [v.weight for v in found] == [0, 1, None]
+
+
+def test_several_tuned_models_take_one_scale_or_one_each():
+    found = parse_variants("0,1,1.5,1.5/0.5", 2)
+    assert [v.label for v in found] == ["base", "tuned", "w=1.5", "w=1.5/0.5"]
+    assert found[2] == Variant((Constant(1.5), Constant(1.5)))
+    assert [v.weight for v in found] == [0, 1, 1.5, None]
+    assert parse_variants("0", 0) == [Variant(())] and Variant(()).label == "base" and Variant(()).weight == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "sides", "message"),
+    [
+        ("0,x", 1, r"'x' is no scale: write a number"),
+        (",", 1, "no scale in ','"),
+        ("1/2/3", 2, "'1/2/3' gives 3 scales for 2 tuned models"),
+        ("1.6", 0, "nothing tuned is given"),
+    ],
+)
+def test_strengths_that_make_no_sense_are_refused(text, sides, message):
+    with pytest.raises(ValueError, match=message):
+        parse_variants(text, sides)
 
 
 def test_a_switch_keeps_its_share_of_any_number_of_steps():
