@@ -104,12 +104,12 @@ class Blend:
 
 
 def nominal_kl(kl_weight: float, scale: Scale) -> str | None:
-    """One line on the KL weight that `scale` stands for, or None where the run had no KL term or w is not above 0.
+    """One line on the KL weight that `scale` stands for, or None where the run had no KL term or w is 1 or not above 0.
 
     For p_tuned ~ p_base exp(R / beta) the geometric mix p_base^(1 - w) p_tuned^w is p_base exp(w R / beta): the optimum
     at KL weight beta / w. Exact for the densities of clean pictures; the blended sampling process follows it only
     approximately.
     """
-    if kl_weight <= 0 or not isinstance(scale, Constant) or scale.weight <= 0:
+    if kl_weight <= 0 or not isinstance(scale, Constant) or scale.weight <= 0 or scale.weight == 1:
         return None
     return f"scale {scale}: nominal KL weight {kl_weight:g} / {scale} = {kl_weight / scale.weight:.3g}"

@@ -22,12 +22,12 @@ from flowrl_img.types import PromptSet, Sample
 __all__ = [
     "EVAL_SEED",
     "Evaluation",
+    "Scoring",
     "evaluate",
     "evaluation_of",
     "gain",
     "held_out_pictures",
     "level",
-    "score_pictures",
 ]
 
 EVAL_SEED = 20_240_521  # the namespace of held-out noise: no training run draws from it
@@ -74,7 +74,7 @@ def evaluate(
 
     Samples are shared between processes and joined by id, so each counts once whatever their number.
     """
-    mine = processes.share(samples)
+    mine, scoring = processes.share(samples), Scoring(prompts, reward, report or {})
     rows: dict[str, dict[str, float]] = {}
     kept: list[Tensor] = []
     wanted = {s.id for s in samples[:keep]}
@@ -83,7 +83,7 @@ def evaluate(
         images = held_out_pictures(
             Blend(Side(model)), prompts, chunk, num_steps=num_steps, guidance=guidance, solver=solver
         )
-        rows |= score_pictures(reward, report or {}, images, prompts, chunk)
+        rows |= scoring(images, chunk)
         kept += [image for image, s in zip(images, chunk, strict=True) if s.id in wanted]
         progress(len(chunk))
     everything = {name: row for part in processes.gather(rows) for name, row in part.items()}
@@ -111,28 +111,34 @@ def held_out_pictures(
     )  # fmt: skip
 
 
-def score_pictures(
-    reward: Any, report: Mapping[str, Any], images: Tensor, prompts: PromptSet, chunk: Sequence[Sample]
-) -> dict[str, dict[str, float]]:
-    """Every number the rewards give for a picture: sample id -> column -> value, NaN where invalid.
+@dataclass(frozen=True)
+class Scoring:
+    """Every number the rewards give for held-out pictures: `reward` with its numeric details, and further rewards."""
 
-    `reward` is the score of `reward`, its numeric details follow under their own names, and `report/<name>` holds the
-    score of each further reward.
-    """
-    ids = [s.id for s in chunk]
-    asked = (images, [prompts.texts[s.prompt] for s in chunk], [prompts.metadata[s.prompt] for s in chunk], ids)
-    output = score(reward, *asked, policy="mask")
-    columns: dict[str, list[Any]] = {"reward": output.values.tolist()}
-    for key, column in output.details.items():
-        if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
-            columns[key] = column
-    for name, scorer in report.items():
-        columns[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
-    nan = float("nan")
-    return {
-        sample: {name: nan if column[k] is None else float(column[k]) for name, column in columns.items()}
-        for k, sample in enumerate(ids)
-    }
+    prompts: PromptSet
+    reward: Any
+    report: Mapping[str, Any]
+
+    def __call__(self, images: Tensor, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+        """images: float [B, 3, H, W] in [0, 1]. Returns sample id -> column -> value, NaN where invalid.
+
+        `reward` is the score of the reward, its numeric details follow under their own names, and `report/<name>` holds
+        that of each further reward.
+        """
+        texts = [self.prompts.texts[s.prompt] for s in samples]
+        asked = (images, texts, [self.prompts.metadata[s.prompt] for s in samples], [s.id for s in samples])
+        output = score(self.reward, *asked, policy="mask")
+        columns: dict[str, list[Any]] = {"reward": output.values.tolist()}
+        for key, column in output.details.items():
+            if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
+                columns[key] = column
+        for name, scorer in self.report.items():
+            columns[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
+        nan = float("nan")
+        return {
+            sample.id: {name: nan if column[k] is None else float(column[k]) for name, column in columns.items()}
+            for k, sample in enumerate(samples)
+        }
 
 
 def level(evaluation: Evaluation, column: str = "reward", seed: int = 0) -> Interval:

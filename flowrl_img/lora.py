@@ -76,13 +76,14 @@ class LoraFile:
             "alpha_pattern": {m: a for m, a in alphas.items() if a != alpha},
         }  # fmt: skip
         network.load_lora_adapter(state, prefix=None, adapter_name=adapter, metadata=facts)
-        loaded = {n: p for n, p in network.named_parameters() if f".lora_A.{adapter}." in n or f".lora_B.{adapter}." in n}
+        loaded = {
+            n: p for n, p in network.named_parameters() if f".lora_A.{adapter}." in n or f".lora_B.{adapter}." in n
+        }
         if len(loaded) != len(state):
             raise RuntimeError(f"{len(loaded)} of {len(state)} tensors of {self.path} arrived in the network")
         for parameter in loaded.values():
             parameter.data = parameter.data.float()
             parameter.requires_grad_(False)
-
 
 
 def read_lora(path: Path) -> LoraFile:
@@ -143,4 +144,3 @@ def _by_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
             return value
     return default
-

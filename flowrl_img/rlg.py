@@ -4,9 +4,9 @@
     with rlg(pipeline, scale=1.6):
         picture = pipeline("a photo of a ring").images[0]
 
-The denoiser's `forward` is replaced inside the block: it evaluates the network with and without its adapters and returns
-the blend in the network's dtype, so classifier-free guidance, embedded guidance and the scheduler see nothing new.
-Adapters of text encoders stay as they are: both sides get the same conditioning.
+The denoiser's `forward` is replaced inside the block: it evaluates the network with and without its adapters and
+returns the blend in the network's dtype, so classifier-free guidance, embedded guidance and the scheduler see nothing
+new. Adapters of text encoders stay as they are: both sides get the same conditioning.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def rlg(
     adapters that are active now. base: a second network of the same architecture; without it, the base is the network
     with its adapters off, and no second set of weights is held.
 
-    0 and 1 cost one forward per step and give the base's and the tuned network's output to the bit; others cost two (one
-    more for each further adapter). Raises ValueError where there is no adapter and no base, where weights are fused,
-    where a cache of diffusers is on (it would mix the two sides), and inside another `rlg` of the same pipeline.
+    0 and 1 cost one forward per step and give the base's and the tuned network's output to the bit; others cost two,
+    and one more for each further adapter. Raises ValueError where there is no adapter and no base, where weights are
+    fused, where a cache of diffusers is on (it would mix the sides), and inside another `rlg` of the same pipeline.
     """
     sides = {name: as_scale(one) for name, one in scale.items()} if isinstance(scale, Mapping) else as_scale(scale)
     with ExitStack() as stack:
@@ -63,8 +63,8 @@ def _denoisers(pipeline: Any, base: nn.Module | None) -> list[nn.Module]:
     chosen = [network for network in networks.values() if base is not None or adapter_layers(network)]
     if not chosen:
         raise ValueError(
-            f"the {' and '.join(networks)} of this pipeline has no adapter: call pipeline.load_lora_weights(...) first, "
-            "or give the untuned network as base="
+            f"the {' and '.join(networks)} of this pipeline has no adapter: "
+            "call pipeline.load_lora_weights(...) first, or give the untuned network as base="
         )
     return chosen
 

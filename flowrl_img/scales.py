@@ -2,8 +2,8 @@
 
 In text: `1.6`; `1:0@12` is 1 for the first 12 steps and 0 from there on, `1:0@0.6` the same for the first 60 % of the
 steps, whatever their number; `2..0` falls evenly from 2 at the first step to 0 at the last. 0 is the base model, 1 the
-tuned one, between them lie interpolations, beyond them extrapolations. Of several tuned models at once each has its own,
-with a slash between them: `1.5/0.5`.
+tuned one, between them lie interpolations, beyond them extrapolations. Several tuned models at once have one each, with
+a slash between them: `1.5/0.5`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,9 @@ def parse_variants(text: str, sides: int) -> list[Variant]:
             scales = tuple(parse_scale(one) for one in part.split("/"))
             found.append(Variant(scales * sides if len(scales) == 1 else scales))
             if len(found[-1].scales) != sides:
-                raise ValueError(f"{part.strip()!r} gives {len(scales)} scales for {sides} tuned models: one, or one each")
+                raise ValueError(
+                    f"{part.strip()!r} gives {len(scales)} scales for {sides} tuned models: one, or one each"
+                )
             if not sides and scales != (Constant(0),):
                 raise ValueError(f"scale {part.strip()}: nothing tuned is given, so there is only the base (0)")
     if not found:

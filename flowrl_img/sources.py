@@ -139,11 +139,13 @@ class Subject:
         return Sides(Side(model, partial(adapters_off, layers)) if layers else Side(model), tuned)
 
     def facts(self) -> dict[str, Any]:
-        """What fixes the pictures, for records: the base, the tuned weights and their fingerprints."""
-        return {
-            "base": self.config.model.path,
-            "tuned": [{"from": s.title, "fingerprint": fingerprint(s.file)} for s in self.sources],
-        }
+        """Base and tuned weights in words."""
+        return {"base": self.config.model.path, "tuned": [source.title for source in self.sources]}
+
+    def fingerprints(self) -> list[str]:
+        """Digests of the weights: of a local base (a hub id stands for itself), then of each source."""
+        base = Path(model_source(self.config.model.path)) / "transformer"
+        return [fingerprint(file) for file in ([base] if base.is_dir() else []) + [s.file for s in self.sources]]
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -186,8 +188,7 @@ def find(name: str) -> Source:
         return LoraSource(name, read_lora(_from_hub(name)))
     if (path / "config.yaml").is_file() or (path / MANIFEST).is_file():
         checkpoint = latest(path)
-        title = f"{name} ({checkpoint.name})" if checkpoint != path else name
-        return _in_folder(title, checkpoint / "adapter")
+        return _in_folder(f"{_run_of(name) or path}: {checkpoint.name}", checkpoint / "adapter")
     return _in_folder(name, path)
 
 

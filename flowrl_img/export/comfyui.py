@@ -1,10 +1,10 @@
 """LoRA of Stable Diffusion 3 in the key layout of ComfyUI and kohya's scripts, and back.
 
-That layout names the modules of the original checkpoint, dots as underscores: `lora_unet_joint_blocks_0_x_block_attn_qkv`
-with `.lora_down.weight` [r, in], `.lora_up.weight` [out, r] and `.alpha`; the change of a weight is
-(alpha / r) up @ down, and without `.alpha` readers take alpha = r, so it is always written. The q, k and v projections,
-separate in diffusers, are one matrix there: three adapters of rank r become one of rank 3 r whose up matrix is block
-diagonal. Left out: modules whose rows are in another order there (norm1_context, norm_out) and convolutions.
+That layout names the modules of the original checkpoint, dots as underscores, such as
+`lora_unet_joint_blocks_0_x_block_attn_qkv`, with `.lora_down.weight` [r, in], `.lora_up.weight` [out, r] and `.alpha`.
+The change of a weight is (alpha / r) up @ down, and without `.alpha` readers take alpha = r, so it is always written.
+The q, k and v projections, separate in diffusers, are one matrix there: three adapters of rank r become one of rank 3 r
+whose up matrix is block diagonal. Left out: modules whose rows are in another order there (norm1_context, norm_out).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flowrl_img.plugins import nearest
 __all__ = ["from_comfyui", "is_comfyui", "to_comfyui"]
 
 PREFIX = "lora_unet_"
-# Of a transformer block, by the path inside `joint_blocks.<k>`; a fused matrix lists its parts in the order of its rows.
+# Of a transformer block, by the path inside `joint_blocks.<k>`; a fused matrix lists its parts in the order of rows.
 BLOCK: Mapping[str, tuple[str, ...]] = {
     "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
     "x_block.attn.proj": ("attn.to_out.0",),
@@ -86,10 +86,10 @@ def from_comfyui(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
 
 def _place(module: str) -> tuple[str, int]:
     """(path in the original checkpoint, place in a fused matrix) of a diffusers module."""
-    if found := re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", module):
-        if found[2] in PLACES:
-            path, place = PLACES[found[2]]
-            return f"joint_blocks.{found[1]}.{path}", place
+    found = re.fullmatch(r"transformer_blocks\.(\d+)\.(.+)", module)
+    if found and found[2] in PLACES:
+        path, place = PLACES[found[2]]
+        return f"joint_blocks.{found[1]}.{path}", place
     for path, name in OUTSIDE.items():
         if name == module:
             return path, 0

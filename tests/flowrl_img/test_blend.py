@@ -84,8 +84,9 @@ def test_blending_before_classifier_free_guidance_equals_blending_after_it(tiny_
     x, sigma = state()
     after = Blend(base, (tuned,), (Constant(1.6),)).velocity(x, sigma, TEXTS, 4.0, 0, 4)
     (c0, u0), (c1, u1) = (side.branches(x, sigma, TEXTS, 4.0) for side in (base, tuned))
-    before = blended([1.6], lambda: (c0, None), [lambda: (c1, None)]), blended(
-        [1.6], lambda: (u0, None), [lambda: (u1, None)]
+    before = (
+        blended([1.6], lambda: (c0, None), [lambda: (c1, None)]),
+        blended([1.6], lambda: (u0, None), [lambda: (u1, None)]),
     )
     torch.testing.assert_close(before[1] + 4.0 * (before[0] - before[1]), after, rtol=0, atol=1e-5)
     wide = [torch.randn(2, 3, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in range(4)]
@@ -188,7 +189,7 @@ def geometric_mix(base, tuned, weight: float) -> tuple[float, float]:
 
 
 def walked(base, tuned, weight: float, num_steps: int = 2000) -> tuple[float, float]:
-    """Mean and standard deviation that the blended sampler arrives at: it is affine in its start, so two starts tell."""
+    """Mean and standard deviation that the blended sampler reaches: it is affine in its start, so two starts tell."""
     v_base, v_tuned = gaussian(*base), gaussian(*tuned)
 
     def velocity(x, i, t):
@@ -226,4 +227,5 @@ def test_the_nominal_kl_weight_is_divided_by_the_scale():
     assert nominal_kl(0.04, Constant(1.6)) == "scale 1.6: nominal KL weight 0.04 / 1.6 = 0.025"
     assert nominal_kl(0.0, Constant(1.6)) is None
     assert nominal_kl(0.04, Constant(0.0)) is None
+    assert nominal_kl(0.04, Constant(1.0)) is None
     assert nominal_kl(0.04, Switch(1, 0, 3)) is None

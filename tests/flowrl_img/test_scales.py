@@ -29,7 +29,7 @@ def test_the_text_of_a_scale_gives_it_back(scale):
 
 @pytest.mark.parametrize("text", ["strong", "", "1:0", "1@3", "1:0@-2", "1:0@1.5", "nan", "inf", "1e999", "..", "1,2"])
 def test_what_is_no_scale_is_refused(text):
-    with pytest.raises(ValueError, match="scale|share"):
+    with pytest.raises(ValueError, match=r"scale|share"):
         parse_scale(text)
 
 

@@ -1,4 +1,4 @@
-"""Tiny stock pipelines of random weights that are called with embeddings: FLUX (embedded guidance) and SDXL (a UNet)."""
+"""Tiny stock pipelines of random weights: SD3, and FLUX (embedded guidance) and SDXL (a UNet) given embeddings."""
 
 from __future__ import annotations
 
