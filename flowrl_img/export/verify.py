@@ -122,9 +122,16 @@ def output(network: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def verify(base: str, jobs: Sequence[Job], expected: Expected, device: torch.device) -> list[Check]:
-    """One check for each job, all made in one clean process. base: the folder or hub id of the base pipeline."""
+    """One check for each job, all made in one clean process. base: the folder or hub id of the base pipeline.
+
+    VerificationError where the tuning is too small to be told from rounding, or where the process itself fails.
+    """
     from safetensors.torch import load_file, save_file
 
+    if expected.effect < 10 * ROUNDING * float(expected.tuned.abs().max()):
+        raise VerificationError(
+            f"the tuning changes the output by {expected.effect:.1e} only, too little to tell from rounding"
+        )
     with tempfile.TemporaryDirectory() as room:
         folder = Path(room)
         save_file(expected.inputs, folder / "inputs.safetensors")
@@ -169,8 +176,6 @@ def _judged(job: Job, row: dict[str, Any], expected: Expected, found: dict[str, 
 def _problem(job: Job, row: dict[str, Any], expected: Expected, change: float, check: Check) -> str | None:
     if row["matched"] != row["written"]:
         return f"{row['matched']} of {row['written']} tensors were recognised; names or prefix are wrong"
-    if expected.effect < 10 * ROUNDING * float(expected.tuned.abs().max()):
-        return f"the tuning changes the output by {expected.effect:.1e} only, too little to tell from rounding"
     if change == 0:
         return "it loads but changes nothing"
     if check.difference > expected.limit:

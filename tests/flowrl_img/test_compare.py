@@ -76,7 +76,7 @@ def test_zero_and_one_are_the_base_and_the_tuned_weights_of_the_run(run, tmp_pat
 
 
 def assert_same(found, expected):
-    """Equal tables, up to a few pixels of one picture that rounding moved by one grey level (3e-7 of a picture's mean)."""
+    """Equal tables, up to pixels that rounding moved by one grey level, each 3e-7 of a picture's mean."""
     if isinstance(expected, dict):
         assert list(found) == list(expected)
         for key in expected:
@@ -127,7 +127,8 @@ def test_seven_prompts_on_two_processes_at_batch_two_equal_one_process(run, tmp_
     _, one = evaluated(run, tmp_path / "one")
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "flowrl_img",
-        "evaluate", str(run), "--pictures", "7", "--scales", "0,1,1.6", "--out", str(tmp_path / "two"), "--threads", "1",
+        "evaluate", str(run), "--pictures", "7", "--scales", "0,1,1.6", "--threads", "1", "--out",
+        str(tmp_path / "two"),
     ]  # fmt: skip
     root = os.getcwd()
     support = os.path.join(root, "tests", "support")
@@ -214,8 +215,8 @@ def test_plain_text_prompts_and_rewards_that_need_no_metadata_go_together(run, t
 def test_a_lora_file_alone_is_evaluated_on_the_base_that_is_named(run, tmp_path, tiny_folder, seven):
     adapter = run / "checkpoint-000004" / "adapter" / "pytorch_lora_weights.safetensors"
     words = [
-        f"model.path={tiny_folder}", f"prompts.evaluation={seven}", "prompts.balance=null", "rewards=[{name: 'sample_rewards:brightness'}]",
-        "evaluation.steps=2", "evaluation.batch=2", "evaluation.sheet=0",
+        f"model.path={tiny_folder}", f"prompts.evaluation={seven}", "prompts.balance=null", "evaluation.steps=2",
+        "rewards=[{name: 'sample_rewards:brightness'}]", "evaluation.batch=2", "evaluation.sheet=0",
     ]  # fmt: skip
     _, alone = evaluated(adapter, tmp_path / "alone", *words)
     _, table = evaluated(run, tmp_path / "run")

@@ -85,7 +85,7 @@ def test_full_fine_tuning_is_sampled_as_a_second_network(tiny_run, tiny_trainer,
 def test_pictures_are_not_overwritten_unless_asked(tiny_folder, tmp_path):
     words = [f"model.path={tiny_folder}", "evaluation.steps=1"]
     drawn(words, tmp_path / "out", prompts=(RING,))
-    with pytest.raises(FileExistsError, match="already holds 000-a-photo-of-a-ring-seed0-base.png"):
+    with pytest.raises(FileExistsError, match=r"already holds 000-a-photo-of-a-ring-seed0-base\.png"):
         drawn(words, tmp_path / "out", prompts=(RING,))
     drawn(words, tmp_path / "out", prompts=(RING,), overwrite=True)
 

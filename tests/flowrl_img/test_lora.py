@@ -83,8 +83,8 @@ def test_an_attached_adapter_changes_outputs_as_the_run_does(tiny_run, tiny_trai
     ).network  # fmt: skip
     read_lora(run / "checkpoint-000004" / "adapter" / "pytorch_lora_weights.safetensors").attach(network, "first")
     inputs = {
-        "hidden_states": normal(1, 4, 8, 8), "encoder_hidden_states": normal(1, 15, 32), "timestep": torch.tensor([500.0]),
-        "pooled_projections": normal(1, 32),
+        "hidden_states": normal(1, 4, 8, 8), "encoder_hidden_states": normal(1, 15, 32),
+        "pooled_projections": normal(1, 32), "timestep": torch.tensor([500.0]),
     }  # fmt: skip
     with torch.no_grad():
         assert torch.equal(network(**inputs).sample, trainer.model.network(**inputs).sample)

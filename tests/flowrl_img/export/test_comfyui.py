@@ -8,29 +8,29 @@ from flowrl_img.lora import Pair
 from flowrl_img.models.sd3 import SD3
 
 # Two blocks with the family's targets; the last block has no to_add_out.
-GOLDEN = """
-lora_unet_joint_blocks_0_context_block_attn_proj.alpha
-lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight
-lora_unet_joint_blocks_0_context_block_attn_proj.lora_up.weight
-lora_unet_joint_blocks_0_context_block_attn_qkv.alpha
-lora_unet_joint_blocks_0_context_block_attn_qkv.lora_down.weight
-lora_unet_joint_blocks_0_context_block_attn_qkv.lora_up.weight
-lora_unet_joint_blocks_0_x_block_attn_proj.alpha
-lora_unet_joint_blocks_0_x_block_attn_proj.lora_down.weight
-lora_unet_joint_blocks_0_x_block_attn_proj.lora_up.weight
-lora_unet_joint_blocks_0_x_block_attn_qkv.alpha
-lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight
-lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight
-lora_unet_joint_blocks_1_context_block_attn_qkv.alpha
-lora_unet_joint_blocks_1_context_block_attn_qkv.lora_down.weight
-lora_unet_joint_blocks_1_context_block_attn_qkv.lora_up.weight
-lora_unet_joint_blocks_1_x_block_attn_proj.alpha
-lora_unet_joint_blocks_1_x_block_attn_proj.lora_down.weight
-lora_unet_joint_blocks_1_x_block_attn_proj.lora_up.weight
-lora_unet_joint_blocks_1_x_block_attn_qkv.alpha
-lora_unet_joint_blocks_1_x_block_attn_qkv.lora_down.weight
-lora_unet_joint_blocks_1_x_block_attn_qkv.lora_up.weight
-""".split()
+GOLDEN = [
+    "lora_unet_joint_blocks_0_context_block_attn_proj.alpha",
+    "lora_unet_joint_blocks_0_context_block_attn_proj.lora_down.weight",
+    "lora_unet_joint_blocks_0_context_block_attn_proj.lora_up.weight",
+    "lora_unet_joint_blocks_0_context_block_attn_qkv.alpha",
+    "lora_unet_joint_blocks_0_context_block_attn_qkv.lora_down.weight",
+    "lora_unet_joint_blocks_0_context_block_attn_qkv.lora_up.weight",
+    "lora_unet_joint_blocks_0_x_block_attn_proj.alpha",
+    "lora_unet_joint_blocks_0_x_block_attn_proj.lora_down.weight",
+    "lora_unet_joint_blocks_0_x_block_attn_proj.lora_up.weight",
+    "lora_unet_joint_blocks_0_x_block_attn_qkv.alpha",
+    "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_down.weight",
+    "lora_unet_joint_blocks_0_x_block_attn_qkv.lora_up.weight",
+    "lora_unet_joint_blocks_1_context_block_attn_qkv.alpha",
+    "lora_unet_joint_blocks_1_context_block_attn_qkv.lora_down.weight",
+    "lora_unet_joint_blocks_1_context_block_attn_qkv.lora_up.weight",
+    "lora_unet_joint_blocks_1_x_block_attn_proj.alpha",
+    "lora_unet_joint_blocks_1_x_block_attn_proj.lora_down.weight",
+    "lora_unet_joint_blocks_1_x_block_attn_proj.lora_up.weight",
+    "lora_unet_joint_blocks_1_x_block_attn_qkv.alpha",
+    "lora_unet_joint_blocks_1_x_block_attn_qkv.lora_down.weight",
+    "lora_unet_joint_blocks_1_x_block_attn_qkv.lora_up.weight",
+]
 
 OTHERS = {
     "transformer_blocks.3.attn2.to_q": "lora_unet_joint_blocks_3_x_block_attn2_qkv",
