@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,9 +96,12 @@ def compare(
     settings = _settings(subject, prompts)
     sheet = _evenly(samples, subject.config.evaluation.sheet)
     ledger = Ledger(writable(out, "--out"), processes.rank)
-    _agree_on_settings(ledger, settings, restart, processes)
-    work = _Work(subject, prompts, scoring, ledger, {s.id for s in sheet})
-    work.do(processes.share(_chunks(samples, subject.config.evaluation.batch)), variants, processes.device, progress)
+    chunks = _chunks(samples, subject.config.evaluation.batch)
+    shown = {s.id for s in sheet}
+    todo = _agreed(lambda: _lacking(ledger, settings, restart, chunks, variants, shown), processes)
+    mine = [(chunks[chunk], variants[variant], set(ids)) for chunk, variant, ids in processes.share(todo)]
+    if mine:
+        _Work(subject, subject.load(processes.device), prompts, scoring, ledger, shown).do(mine, progress)
     processes.wait()
     if not processes.is_main:
         return None
@@ -111,18 +114,47 @@ def compare(
     return Comparison(settings, prompts, tuple(variants), evaluations, thumbs, sheet)
 
 
-def _agree_on_settings(ledger: Ledger, settings: Mapping[str, Any], restart: bool, processes: Processes) -> None:
-    """The first process checks the folder, and all of them fail where it does."""
-    problem = None
+Task = tuple[int, int, list[str]]
+"""(chunk, variant, ids of the samples that lack a row or a picture)"""
+
+
+def _agreed(find: Callable[[], list[Task]], processes: Processes) -> list[Task]:
+    """What the first process finds, on all of them; a ValueError of it is raised on all of them.
+
+    One process reads the ledger: the others would see rows that a faster one has begun to add.
+    """
+    found: dict[str, Any] = {}
     if processes.is_main:
-        if restart:
-            ledger.clear()
         try:
-            ledger.check_settings(settings)
+            found["todo"] = find()
         except ValueError as error:
-            problem = str(error)
-    if problem := processes.gather(problem)[0]:
-        raise ValueError(problem)
+            found["problem"] = str(error)
+    found = processes.gather(found)[0]
+    if "problem" in found:
+        raise ValueError(found["problem"])
+    return [(chunk, variant, ids) for chunk, variant, ids in found["todo"]]
+
+
+def _lacking(
+    ledger: Ledger, settings: Mapping[str, Any], restart: bool, chunks: Sequence[Sequence[Sample]],
+    variants: Sequence[Variant], shown: Collection[str],
+) -> list[Task]:  # fmt: skip
+    """Check the folder, and list what is not in it yet."""
+    if restart:
+        ledger.clear()
+    ledger.check_settings(settings)
+    known = ledger.rows()
+
+    def lacks(variant: Variant, sample: Sample) -> bool:
+        unseen = sample.id in shown and not _picture_file(ledger.folder, variant, sample).exists()
+        return unseen or (variant.label, sample.id) not in known
+
+    tasks = [
+        (c, v, [s.id for s in chunk if lacks(variant, s)])
+        for c, chunk in enumerate(chunks)
+        for v, variant in enumerate(variants)
+    ]
+    return [task for task in tasks if task[2]]
 
 
 def _parts(config: Config, pictures: int) -> tuple[PromptSet, Scoring, tuple[Sample, ...]]:
@@ -159,60 +191,42 @@ def _evenly(samples: Sequence[Sample], count: int) -> tuple[Sample, ...]:
     return tuple(samples[k * len(samples) // count] for k in range(count))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Work:
-    """What one process does. The model is loaded when the first picture is missing."""
+    """What one process does."""
 
     subject: Subject
+    sides: Sides
     prompts: PromptSet
     scoring: Scoring
     ledger: Ledger
-    shown: set[str]
-    sides: Sides | None = None
+    shown: Collection[str]
 
     def do(
-        self, chunks: Sequence[Sequence[Sample]], variants: Sequence[Variant], device: torch.device,
-        progress: Callable[[int, int], None],
-    ) -> None:  # fmt: skip
-        total = sum(map(len, chunks)) * len(variants)
-        known, done = self.ledger.rows(), 0
-        for chunk in chunks:
-            for variant in variants:
-                lacking = [s for s in chunk if self._lacks(variant, s, (variant.label, s.id) in known)]
-                if lacking:
-                    self._score(chunk, lacking, variant, device)
-                done += len(chunk)
-                progress(done, total)
-
-    def _lacks(self, variant: Variant, sample: Sample, scored: bool) -> bool:
-        return not scored or (
-            sample.id in self.shown and not _picture_file(self.ledger.folder, variant, sample).exists()
-        )
-
-    def _score(
-        self, chunk: Sequence[Sample], lacking: Sequence[Sample], variant: Variant, device: torch.device
+        self, tasks: Sequence[tuple[Sequence[Sample], Variant, set[str]]], progress: Callable[[int, int], None]
     ) -> None:
-        """The whole chunk is drawn, also where a few rows are lacking: a picture keeps its batch mates."""
-        if self.sides is None:
-            self.sides = self.subject.load(device)
+        """Draw and score each task. The whole chunk is drawn, also for a few lacking rows: a picture keeps its batch
+        mates."""
+        done, total = 0, sum(len(chunk) for chunk, _, _ in tasks)
         config = self.subject.config.evaluation
-        images = draw(
-            self.sides.blend(variant.scales), self.prompts, chunk, num_steps=config.steps, guidance=config.guidance
-        )
+        for chunk, variant, lacking in tasks:
+            blend = self.sides.blend(variant.scales)
+            images = draw(blend, self.prompts, chunk, num_steps=config.steps, guidance=config.guidance)
+            self._keep(chunk, variant, lacking, images)
+            progress(done := done + len(chunk), total)
+
+    def _keep(self, chunk: Sequence[Sample], variant: Variant, lacking: set[str], images: Tensor) -> None:
+        """Pictures of the sheet first: a row says that everything of its sample is there."""
         scores, thumbs = self.scoring(images, chunk), thumbnails(images)
-        for image, sample in zip(images, chunk, strict=True):
+        rows = []
+        for image, sample, thumb in zip(images, chunk, thumbs, strict=True):
             if sample.id in self.shown:
                 file = _picture_file(self.ledger.folder, variant, sample)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 to_picture(image).save(file)
-        wanted = {s.id for s in lacking}
-        self.ledger.append(
-            [
-                Row(variant.label, s.id, scores[s.id], pack(thumb))
-                for s, thumb in zip(chunk, thumbs, strict=True)
-                if s.id in wanted
-            ]
-        )
+            if sample.id in lacking:
+                rows.append(Row(variant.label, sample.id, scores[sample.id], pack(thumb)))
+        self.ledger.append(rows)
 
 
 def _picture_file(folder: Path, variant: Variant, sample: Sample) -> Path:
