@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl_img.weights import ADAPTER, WeightSets
 
-__all__ = ["latest", "load_checkpoint", "load_adapter_tensors", "save_checkpoint"]
+__all__ = ["MANIFEST", "latest", "load_adapter_tensors", "load_checkpoint", "save_adapter", "save_checkpoint"]
 
 MANIFEST = "manifest.json"
 
@@ -46,12 +46,13 @@ def export(folder: Path, model: Any, weights: WeightSets) -> None:
     """The tuned weights in diffusers' own layout: a LoRA with rank and alpha, or the full transformer."""
     with weights.use("ema" if "ema" in weights.sets else "current"):
         if weights.config.kind == "lora":
-            _export_lora(folder, model, weights.network)
+            save_adapter(folder, model, weights.network)
         else:
             model.network.save_pretrained(folder / "transformer", max_shard_size="4GB")
 
 
-def _export_lora(folder: Path, model: Any, network: Any) -> None:
+def save_adapter(folder: Path, model: Any, network: Any) -> None:
+    """The current weights of the adapter as diffusers loads them, rank and alpha in the file's metadata."""
     from peft.utils import get_peft_model_state_dict
 
     layers = get_peft_model_state_dict(network, adapter_name=ADAPTER)

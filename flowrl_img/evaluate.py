@@ -11,15 +11,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowrl_img.blend import Blend, Side
+from flowrl_img.intervals import Interval, bootstrap
 from flowrl_img.parallel import Processes
 from flowrl_img.rewards.score import score
-from flowrl_img.rollout import EULER, generate
+from flowrl_img.rollout import EULER, generate, root_keys
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.types import PromptSet, Sample
 
-__all__ = ["Evaluation", "Interval", "evaluate", "gain", "level"]
+__all__ = [
+    "EVAL_SEED",
+    "Evaluation",
+    "Scoring",
+    "evaluate",
+    "evaluation_of",
+    "gain",
+    "held_out_pictures",
+    "level",
+]
 
-RESAMPLES = 2000
 EVAL_SEED = 20_240_521  # the namespace of held-out noise: no training run draws from it
 
 
@@ -43,18 +53,6 @@ class Evaluation:
         return {t: float(np.nanmean(values[r])) for t, r in rows.items()}
 
 
-@dataclass(frozen=True)
-class Interval:
-    """An estimate and its bootstrap 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:+.4f} [{self.low:+.4f}, {self.high:+.4f}]"
-
-
 def evaluate(
     model: Any,
     prompts: PromptSet,
@@ -76,76 +74,84 @@ def evaluate(
 
     Samples are shared between processes and joined by id, so each counts once whatever their number.
     """
-    mine = processes.share(samples)
-    scores: dict[str, list[Any]] = {name: [] for name in ("reward",)}
+    mine, scoring = processes.share(samples), Scoring(prompts, reward, report or {})
+    rows: dict[str, dict[str, float]] = {}
     kept: list[Tensor] = []
     wanted = {s.id for s in samples[:keep]}
     for start in range(0, len(mine), batch):
         chunk = mine[start : start + batch]
-        images = generate(
-            model, prompts, chunk, num_steps=num_steps, guidance=guidance, solver=solver, seed=EVAL_SEED, batch=batch
+        images = held_out_pictures(
+            Blend(Side(model)), prompts, chunk, num_steps=num_steps, guidance=guidance, solver=solver
         )
-        for name, values in _score(reward, report or {}, images, prompts, chunk).items():
-            scores.setdefault(name, []).extend(values)
+        rows |= scoring(images, chunk)
         kept += [image for image, s in zip(images, chunk, strict=True) if s.id in wanted]
         progress(len(chunk))
-    names = sorted(processes.agree(list(scores)))
-    columns = [torch.tensor(scores[name] or [float("nan")] * len(mine), dtype=torch.float64) for name in names]
-    rows = processes.gather_by_id([s.id for s in mine], *columns)
-    table = np.array([rows[s.id] for s in samples], dtype=np.float64)
+    everything = {name: row for part in processes.gather(rows) for name, row in part.items()}
+    return evaluation_of(prompts, samples, everything, torch.stack(kept) if kept else torch.zeros(0, 3, 1, 1))
+
+
+def evaluation_of(
+    prompts: PromptSet, samples: Sequence[Sample], rows: Mapping[str, Mapping[str, float]], images: Tensor
+) -> Evaluation:
+    """rows: the columns of each sample, by its id; a column that a sample lacks is NaN there."""
+    names = sorted({name for s in samples for name in rows[s.id]})
+    nan = float("nan")
+    columns = {n: np.array([rows[s.id].get(n, nan) for s in samples], dtype=np.float64) for n in names}
     tags = tuple(str(prompts.metadata[s.prompt].get("tag", "")) for s in samples)
-    pictures = torch.stack(kept) if kept else torch.zeros(0, 3, 1, 1)
-    return Evaluation(tuple(samples), tags, {n: table[:, k] for k, n in enumerate(names)}, pictures)
+    return Evaluation(tuple(samples), tags, columns, images)
 
 
-def _score(
-    reward: Any, report: Mapping[str, Any], images: Tensor, prompts: PromptSet, chunk: Sequence[Sample]
-) -> dict[str, list[float]]:
-    asked = (
-        images,
-        [prompts.texts[s.prompt] for s in chunk],
-        [prompts.metadata[s.prompt] for s in chunk],
-        [s.id for s in chunk],
-    )
-    output = score(reward, *asked, policy="mask")
-    found = {"reward": output.values.tolist()}
-    for key, column in output.details.items():
-        if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
-            found[key] = [float("nan") if entry is None else float(entry) for entry in column]
-    for name, scorer in report.items():
-        found[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
-    return found
+def held_out_pictures(
+    blend: Blend, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, solver: Solver
+) -> Tensor:
+    """The held-out pictures of `samples` in one batch, float32 [B, 3, H, W] in [0, 1]."""
+    return generate(
+        blend, [prompts.texts[s.prompt] for s in samples], root_keys(samples, EVAL_SEED), num_steps=num_steps,
+        guidance=guidance, batch=max(len(samples), 1), solver=solver,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Every number the rewards give for held-out pictures: `reward` with its numeric details, and further rewards."""
+
+    prompts: PromptSet
+    reward: Any
+    report: Mapping[str, Any]
+
+    def __call__(self, images: Tensor, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
+        """images: float [B, 3, H, W] in [0, 1]. Returns sample id -> column -> value, NaN where invalid.
+
+        `reward` is the score of the reward, its numeric details follow under their own names, and `report/<name>` holds
+        that of each further reward.
+        """
+        texts = [self.prompts.texts[s.prompt] for s in samples]
+        asked = (images, texts, [self.prompts.metadata[s.prompt] for s in samples], [s.id for s in samples])
+        output = score(self.reward, *asked, policy="mask")
+        columns: dict[str, list[Any]] = {"reward": output.values.tolist()}
+        for key, column in output.details.items():
+            if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
+                columns[key] = column
+        for name, scorer in self.report.items():
+            columns[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
+        nan = float("nan")
+        return {
+            sample.id: {name: nan if column[k] is None else float(column[k]) for name, column in columns.items()}
+            for k, sample in enumerate(samples)
+        }
 
 
 def level(evaluation: Evaluation, column: str = "reward", seed: int = 0) -> Interval:
     """The mean over tasks with its interval."""
-    return _bootstrap(evaluation, evaluation.columns[column], seed)
+    return _interval(evaluation, evaluation.columns[column], seed)
 
 
 def gain(before: Evaluation, after: Evaluation, column: str = "reward", seed: int = 0) -> Interval:
     """Mean paired difference after - before, over tasks. ValueError if the two hold different pictures."""
     if [s.id for s in before.samples] != [s.id for s in after.samples]:
         raise ValueError("a paired difference needs the same prompts and seeds on both sides")
-    return _bootstrap(after, after.columns[column] - before.columns[column], seed)
+    return _interval(after, after.columns[column] - before.columns[column], seed)
 
 
-def _bootstrap(evaluation: Evaluation, values: NDArray[np.float64], seed: int) -> Interval:
-    """Resample prompts within each task, pictures with their prompt: pictures of one prompt are not independent."""
-    rng = np.random.default_rng(seed)
-    means, draws = [], []
-    for tag in dict.fromkeys(evaluation.tags):
-        clusters: dict[int, list[float]] = {}
-        for sample, t, value in zip(evaluation.samples, evaluation.tags, values, strict=True):
-            if t == tag and np.isfinite(value):
-                clusters.setdefault(sample.prompt, []).append(float(value))
-        if not clusters:
-            continue
-        sums = np.array([sum(c) for c in clusters.values()])
-        counts = np.array([len(c) for c in clusters.values()])
-        picked = rng.integers(len(sums), size=(RESAMPLES, len(sums)))
-        draws.append(sums[picked].sum(1) / counts[picked].sum(1))
-        means.append(sums.sum() / counts.sum())
-    if not means:
-        return Interval(float("nan"), float("nan"), float("nan"))
-    low, high = np.percentile(np.mean(draws, axis=0), [2.5, 97.5])
-    return Interval(float(np.mean(means)), float(low), float(high))
+def _interval(evaluation: Evaluation, values: NDArray[np.float64], seed: int) -> Interval:
+    return bootstrap(values, evaluation.tags, [s.prompt for s in evaluation.samples], seed)

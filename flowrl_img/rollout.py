@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img import seeds
+from flowrl_img.blend import Blend
 from flowrl_img.guidance import guided
 from flowrl_img.samplers.loop import Trajectory, sample
 from flowrl_img.samplers.solve import solve
@@ -23,7 +24,7 @@ from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.samplers.tail import FlashTail, sample_with_tail
 from flowrl_img.types import Edges, Leaves, PromptSet, Rollout, Sample
 
-__all__ = ["draw", "generate", "roll"]
+__all__ = ["EULER", "draw", "generate", "roll", "root_keys"]
 
 Progress = Callable[[int], None]
 EULER = Euler()
@@ -78,18 +79,37 @@ def draw(
 
 @torch.no_grad()
 def generate(
-    model: Any, prompts: PromptSet, samples: Sequence[Sample], *, num_steps: int, guidance: float, seed: int,
-    batch: int, solver: Solver = EULER, progress: Progress = lambda n: None,
+    blend: Blend, texts: Sequence[str], keys: Sequence[int], *, num_steps: int, guidance: float, batch: int,
+    solver: Solver = EULER, progress: Progress = lambda n: None,
 ) -> Tensor:  # fmt: skip
-    """Images of a solver, by default the plain ODE sampler: float32 [B, 3, H, W] in [0, 1], on the CPU."""
-    images = []
-    for start in range(0, len(samples), batch):
-        leaves = draw(
-            model, prompts, samples[start : start + batch], num_steps=num_steps, guidance=guidance, solver=solver,
-            seed=seed, batch=batch, progress=progress,
-        )  # fmt: skip
-        images.append(leaves.images.cpu())
+    """Images of a solver, by default the plain ODE sampler: float32 [B, 3, H, W] in [0, 1], on the CPU.
+
+    keys: the seed of each image's initial noise, which is that of a stock pipeline with `manual_seed(key)`.
+    """
+    model = blend.model
+    images = [torch.zeros(0, 3, model.resolution, model.resolution)]
+    for start in range(0, len(texts), batch):
+        own, chunk = keys[start : start + batch], texts[start : start + batch]
+
+        def velocity(x_t: Tensor, step: int, sigma: float, chunk: Sequence[str] = chunk) -> Tensor:
+            return blend.velocity(x_t, _times(x_t, sigma), chunk, guidance, step, num_steps)
+
+        def noise(step: int, own: Sequence[int] = own) -> Tensor:
+            return seeds.normal([seeds.key(key, SDE_SEED, step) for key in own], model.latent_shape, model.device)
+
+        x_1 = seeds.normal(own, model.latent_shape, model.device)
+        images.append(model.decode(solve(velocity, x_1, model.sigmas(num_steps), solver, noise)).cpu())
+        progress(len(chunk))
     return torch.cat(images)
+
+
+def root_keys(samples: Sequence[Sample], seed: int, *, shared: bool = False) -> list[int]:
+    """Seeds of the initial noise, by (run seed, sample); shared: one for a whole group."""
+    return [seeds.key(seed, ROOT_SEED, s.group if shared else s.id) for s in samples]
+
+
+def _times(x_t: Tensor, sigma: float) -> Tensor:
+    return torch.full((len(x_t),), sigma, dtype=torch.float64, device=x_t.device)
 
 
 @dataclass(frozen=True)
@@ -104,12 +124,10 @@ class _Chunk:
     shared_noise: bool
 
     def start(self) -> Tensor:
-        roots = [s.group if self.shared_noise else s.id for s in self.samples]
-        return self._normal([seeds.key(self.seed, ROOT_SEED, root) for root in roots])
+        return self._normal(root_keys(self.samples, self.seed, shared=self.shared_noise))
 
     def velocity(self, x_t: Tensor, step: int, sigma: float) -> Tensor:
-        times = torch.full((len(x_t),), sigma, dtype=torch.float64, device=x_t.device)
-        return guided(self.model, x_t, times, self.texts, self.guidance)
+        return guided(self.model, x_t, _times(x_t, sigma), self.texts, self.guidance)
 
     def noise(self, step: int) -> Tensor:
         return self._normal([seeds.key(self.seed, SDE_SEED, s.id, step) for s in self.samples])

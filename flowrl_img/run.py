@@ -41,7 +41,7 @@ from flowrl_img.types import PromptSet
 from flowrl_img.weights import WeightSets
 from flowrl_img.window import window_of
 
-__all__ = ["Parts", "assemble", "load_model", "load_weights", "run_training"]
+__all__ = ["Parts", "accelerator", "assemble", "load_model", "load_weights", "model_source", "run_training"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
@@ -135,12 +135,12 @@ def run_training(config: Config) -> int:
         torch.set_num_threads(config.run.threads)
     parts = assemble(config)
     model_source(config.model.path)
-    processes = Processes(_accelerator())
+    processes = Processes(accelerator())
     folder = _open_folder(config, processes)
     return _Run(config, parts, processes, folder).train()
 
 
-def _accelerator() -> Any:
+def accelerator() -> Any:
     """An accelerate.Accelerator where a launcher or a GPU asks for one; a plain CPU run needs none."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 and not torch.cuda.is_available():
         return None

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl_img.adapters import adapter_layers, adapters_off
 from flowrl_img.config import WeightsConfig
 from flowrl_img.plugins import nearest
 
@@ -60,7 +61,6 @@ class WeightSets:
 
     def _add_lora(self, targets: tuple[str, ...]) -> None:
         from peft import LoraConfig
-        from peft.tuners.tuners_utils import BaseTunerLayer
 
         linear = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
         for target in targets:
@@ -80,7 +80,7 @@ class WeightSets:
             ),
             adapter_name=ADAPTER,
         )  # fmt: skip
-        self._layers = [module for module in self.network.modules() if isinstance(module, BaseTunerLayer)]
+        self._layers = adapter_layers(network)
 
     @property
     def touched_layers(self) -> int:
@@ -112,7 +112,7 @@ class WeightSets:
         if name == "current":
             yield
         elif name == "reference" and self.config.kind == "lora":
-            with self._adapters_off():
+            with adapters_off(self._layers):
                 yield
         elif name in self.sets:
             self._exchange(name)
@@ -128,17 +128,3 @@ class WeightSets:
         held = self.sets[name]
         for index, parameter in enumerate(self.trainable.values()):
             parameter.data, held[index] = held[index], parameter.data
-
-    @contextmanager
-    def _adapters_off(self) -> Iterator[None]:
-        """peft's own switch also changes requires_grad, so the flag it reads is set here and put back."""
-        before = [layer.disable_adapters for layer in self._layers]
-        for layer in self._layers:
-            layer._disable_adapters = True
-        if not all(layer.disable_adapters for layer in self._layers):
-            raise RuntimeError("the adapters could not be switched off: this peft version is not supported")
-        try:
-            yield
-        finally:
-            for layer, flag in zip(self._layers, before, strict=True):
-                layer._disable_adapters = flag

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -75,9 +75,25 @@ class SD3:
                 module.to(device).requires_grad_(False).eval()
         return cls(pipeline, device, dtype, resolution, max_sequence_length)
 
+    @staticmethod
+    def blueprint(path: str) -> torch.nn.Module:
+        """The network of a pipeline without its weights (they are on the meta device); only its config is read."""
+        from accelerate import init_empty_weights
+        from diffusers import SD3Transformer2DModel
+
+        with init_empty_weights():
+            network: torch.nn.Module = SD3Transformer2DModel.from_config(
+                SD3Transformer2DModel.load_config(path, subfolder="transformer")
+            )
+        return network
+
     @property
     def network(self) -> Any:
         return self.pipeline.transformer
+
+    def with_network(self, network: Any) -> SD3:
+        """The same generator around another transformer; everything else is shared."""
+        return replace(self, pipeline=type(self.pipeline)(**{**self.pipeline.components, "transformer": network}))
 
     @property
     def latent_shape(self) -> tuple[int, int, int]:
@@ -117,6 +133,13 @@ class SD3:
                 return_dict=False,
             )[0]
         return v
+
+    def stock_call(self, num_steps: int, guidance: float) -> dict[str, Any]:
+        """Arguments with which the stock pipeline draws what this generator draws from the same noise."""
+        return {
+            "height": self.resolution, "width": self.resolution, "num_inference_steps": num_steps,
+            "guidance_scale": guidance, "max_sequence_length": self.max_sequence_length,
+        }  # fmt: skip
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.dtype == torch.float32:

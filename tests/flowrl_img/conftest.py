@@ -124,6 +124,30 @@ def tiny_trainer(tiny_config: Any) -> Any:
     return make
 
 
+@pytest.fixture
+def tiny_run(tiny_config: Any, tiny_trainer: Any) -> Any:
+    """tiny_run(**sections): a run folder whose checkpoint holds random tuned weights, without any training."""
+    import json
+
+    from flowrl_img import recipes
+    from flowrl_img.checkpoint import save_checkpoint
+
+    def make(**sections: Any) -> Path:
+        config = tiny_config(**sections)
+        trainer = tiny_trainer(**sections)
+        if "ema" in trainer.weights.sets:
+            trainer.weights.remember("ema")
+        trainer.update = 4
+        folder = Path(config.run.folder)
+        save_checkpoint(folder, trainer)
+        (folder / "config.yaml").write_text(recipes.to_yaml(config))
+        rows = [{"update": k, "reward": 0.1 * k} for k in range(1, 5)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return folder
+
+    return make
+
+
 def shake(weights: Any, seed: int = 0, scale: float = 0.05) -> None:
     """Move every trained weight by a seeded random amount."""
     generator = torch.Generator().manual_seed(seed)

@@ -48,6 +48,23 @@ def test_overrides_shown_on_pages_are_valid(page):
         recipes.load("pico", [change for change in changes if change != "[key=value"])
 
 
+COMMAND = re.compile(r"flowrl(?:-img|_img) (sample|evaluate|export) (.*)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_options_shown_on_pages_are_those_of_the_commands(page):
+    import typer.main
+
+    from flowrl_img.cli import app
+
+    commands = typer.main.get_command(app).commands
+    for block in code_blocks(page, ""):
+        for name, rest in COMMAND.findall(block):
+            known = {option for parameter in commands[name].params for option in parameter.opts}
+            shown = {word for word in shlex.split(rest, comments=True) if word.startswith("--")}
+            assert shown <= known, (name, shown - known)
+
+
 def test_every_packaged_recipe_is_in_the_readme_and_no_other():
     table = re.findall(r"^\| `([a-z0-9-]+)` \|", README.partition("| recipe |")[2].partition("\n\n")[0], re.MULTILINE)
     assert sorted(table) == recipes.names()

@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
+from drawing import pictures_of
 
 from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts
-from flowrl_img.rollout import generate, roll
+from flowrl_img.rollout import roll
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.types import Sample
 
@@ -24,23 +25,23 @@ def test_ode_pictures_equal_the_stock_pipeline_within_one_grey_level(tiny_traine
     from flowrl_img import seeds
 
     trainer = tiny_trainer(random_lora=False)
-    images = generate(trainer.model, trainer.prompts, SAMPLES, num_steps=5, guidance=guidance, seed=5, batch=3)
+    images = pictures_of(trainer, SAMPLES, seed=5, num_steps=5, guidance=guidance, batch=3)
     stock = StableDiffusion3Pipeline.from_pretrained(tiny_folder, text_encoder_3=None, tokenizer_3=None)
     stock.set_progress_bar_config(disable=True)
     latents = seeds.normal([seeds.key(5, "root", s.id) for s in SAMPLES], (4, 8, 8))
-    pictures = stock(
+    expected = stock(
         [trainer.prompts.texts[s.prompt] for s in SAMPLES], num_inference_steps=5, guidance_scale=guidance,
         latents=latents, height=64, width=64, max_sequence_length=1, output_type="np",
     ).images  # fmt: skip
     ours = (images.permute(0, 2, 3, 1).numpy() * 255).round()
-    assert np.abs(ours - (pictures * 255).round()).max() <= 1
+    assert np.abs(ours - (expected * 255).round()).max() <= 1
     assert ours.std() > 1  # not blank
 
 
 def test_noise_level_zero_is_the_ode(tiny_trainer):
     trainer = tiny_trainer()
     quiet = drawn(trainer, noise=1e-9, stochastic=(0, 1, 2))
-    plain = generate(trainer.model, trainer.prompts, SAMPLES, num_steps=4, guidance=1.0, seed=5, batch=8)
+    plain = pictures_of(trainer, SAMPLES, seed=5, num_steps=4, guidance=1.0, batch=8)
     # A and B of a silent Flow-SDE step equal 1 and dt up to rounding; a grey level is 4e-3.
     torch.testing.assert_close(quiet.leaves.images, plain, rtol=0, atol=1e-5)
 

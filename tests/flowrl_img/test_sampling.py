@@ -7,11 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from drawing import pictures_of
 
 from flowrl_img import recipes, sampling
 from flowrl_img.kernels.logprob import DeterministicStepError
 from flowrl_img.plan import make_plan
-from flowrl_img.rollout import draw, generate, roll
+from flowrl_img.rollout import draw, roll
 from flowrl_img.samplers.solvers.dpm2 import DPM2
 from flowrl_img.samplers.solvers.euler import Euler
 from flowrl_img.samplers.solvers.heun import Heun
@@ -119,7 +120,7 @@ def test_leaves_of_a_solver_are_the_samples_it_is_asked_for(tiny_trainer):
     assert leaves.samples == tuple(SAMPLES)
     assert leaves.latents.shape == (3, *trainer.model.latent_shape)
     torch.testing.assert_close(trainer.model.decode(leaves.latents), leaves.images, rtol=0, atol=1e-5)
-    assert torch.equal(generate(trainer.model, trainer.prompts, SAMPLES, solver=DPM2(), **GRID), leaves.images)
+    assert torch.equal(pictures_of(trainer, SAMPLES, solver=DPM2(), **GRID), leaves.images)
     assert not leaves.latents.requires_grad
 
 
@@ -150,7 +151,7 @@ def test_a_solver_is_taken_by_objectives_on_clean_samples_alone(my_parts):
 @pytest.mark.parametrize(("solver", "calls"), [(Euler(), 7), (Heun(), 13), (DPM2(), 7), (SASolver(0.4), 7)])
 def test_network_calls_of_a_solver_are_those_of_the_plan(tiny_trainer, solver, calls):
     trainer = tiny_trainer()
-    generate(trainer.model, trainer.prompts, SAMPLES, solver=solver, **(GRID | {"num_steps": 7}))
+    pictures_of(trainer, SAMPLES, solver=solver, **(GRID | {"num_steps": 7}))
     assert trainer.model.calls == calls * len(SAMPLES)
     assert sampling.network_calls(solver, 7) == calls
     config = recipes.load("pico", ["evaluation.steps=7", f"evaluation.solver={{name: {solver.name}}}"])

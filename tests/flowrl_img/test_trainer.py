@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 import torch
+from drawing import pictures_of
 
 from flowrl_img import seeds
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError, check_first_update
-from flowrl_img.rollout import generate
 
 JPEG = [{"name": "jpeg"}]
 
@@ -50,9 +50,7 @@ def test_scoring_in_any_order_twice_with_other_rollouts_between_changes_no_bit(t
     clean = scores(range(len(edges)))
     assert clean.any()
     for seed, steps in ((1, 7), (2, 2)):
-        generate(
-            trainer.model, trainer.prompts, scored.everything[:3], num_steps=steps, guidance=2.0, seed=seed, batch=2
-        )
+        pictures_of(trainer, scored.everything[:3], num_steps=steps, guidance=2.0, seed=seed, batch=2)
         trainer.collect(seed)
         assert torch.equal(scores(seeds.permutation(len(edges), seed)), clean)
 

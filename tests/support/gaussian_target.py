@@ -11,9 +11,14 @@ from torch import Tensor
 M, C = 1.5, 0.5
 
 
+def slope_of(t: float, std: float) -> float:
+    """v(x, t) = slope (x - (1 - t) mean) - mean for N(mean, std^2), from E[eps - x0 | x_t] of Gaussian variables."""
+    return (t - (1 - t) * std**2) / ((1 - t) ** 2 * std**2 + t**2)
+
+
 def slope(t: float) -> float:
-    """v(x, t) = slope (x - (1 - t) M) - M, from E[eps - x0 | x_t] of jointly Gaussian variables."""
-    return (t - (1 - t) * C**2) / ((1 - t) ** 2 * C**2 + t**2)
+    """That of the target N(M, C^2)."""
+    return slope_of(t, C)
 
 
 def exact_velocity(x: Any, i: int, t: float) -> Any:

@@ -1,0 +1,1 @@
+"""Files of tuned weights that other programs load."""
