@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl_img.samplers.steps.table import StepTable
 
-__all__ = ["Edges", "Leaves", "Moments", "Points", "PromptSet", "Rollout", "Sample"]
+__all__ = ["Edges", "Leaves", "MatchingMoments", "Moments", "Points", "PromptSet", "Rollout", "Sample"]
 
 
 @dataclass(frozen=True)
@@ -132,3 +132,41 @@ class Moments:
 
     def finite(self) -> bool:
         return bool(torch.stack([self.e2, self.dref2, self.dold2, self.cross]).isfinite().all())
+
+
+@dataclass(frozen=True)
+class MatchingMoments:
+    """Per-row means of one forward at x_t = (1 - t) x0 + t eps, [R] each. See kernels.matching_moments.
+
+    e2 = mean (v - v*)^2 with v* = eps - x0; d..2 = mean (v - w)^2 and gain_.. = e2 - mean (w - v*)^2 for the velocity w
+    of another weight set; plus2, minus2, plus1, minus1: mean square and mean magnitude of the errors of the branches
+    v_old +- beta (v - v_old). What the objective did not ask for is 0.
+    """
+
+    e2: Tensor
+    dold2: Tensor
+    gain_old: Tensor
+    dref2: Tensor
+    gain_ref: Tensor
+    dtrust2: Tensor
+    gain_trust: Tensor
+    plus2: Tensor
+    minus2: Tensor
+    plus1: Tensor
+    minus1: Tensor
+    t: Tensor
+    """[R] in (0, 1]"""
+    unit_mean: Tensor | None = None
+    """[R] without gradient: mean of the objective's `unit_score` over the row's sample or group"""
+
+    @classmethod
+    def of(cls, columns: Tensor, t: Tensor) -> MatchingMoments:
+        """columns: [R, 11] as `matching_moments` returns them, v_ema being the velocity of the set `trust`."""
+        return cls(*columns.unbind(1), t=t.to(columns))
+
+    def with_unit_mean(self, mean: Tensor) -> MatchingMoments:
+        """The same rows, each with the mean over its unit."""
+        return replace(self, unit_mean=mean)
+
+    def finite(self) -> bool:
+        return bool(torch.stack([self.e2, self.dold2, self.dref2, self.dtrust2]).isfinite().all())

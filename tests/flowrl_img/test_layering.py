@@ -15,7 +15,7 @@ ALLOWED = {
     "samplers": {"flowrl_img.kernels"},
     "rewards": LEAVES,
     "flowrl_img/world": set(),
-    "flowrl_img/objectives": {"flowrl_img.kernels", "flowrl_img.types"},
+    "flowrl_img/objectives": {"flowrl_img.kernels", "flowrl_img.needs", "flowrl_img.types"},
 }
 # Third-party packages a room may import at the top of a file; elsewhere they are imported where they are used.
 TOP_LEVEL = {
