@@ -11,10 +11,27 @@ import torch
 from torch import Tensor
 
 from flowrl_img.kernels.matching_moments import matching_moments
+from flowrl_img.kernels.transition import transition_moments
 from flowrl_img.needs import Needs
-from flowrl_img.types import MatchingMoments
+from flowrl_img.samplers.steps.table import StepTable
+from flowrl_img.types import MatchingMoments, Moments
 
-__all__ = ["matching_of", "unit_means"]
+__all__ = ["matching_of", "transition_of", "unit_means"]
+
+
+def transition_of(
+    needs: Needs, v: tuple[Tensor, Tensor | None], guidance: float, x_t: Tensor, x_s: Tensor, table: StepTable,
+    others: Mapping[str, Tensor], mean_std: float = 1.0,
+) -> Moments:  # fmt: skip
+    """v: (conditional, unconditional or None) [R, ...]; x_t, x_s: [R, ...]; table: of R rows.
+
+    others: guided velocities without gradient, "old" always and "reference" where it is asked for.
+    """
+    columns = transition_moments(
+        *v, guidance, x_t, x_s, table.A, table.B, v_old=others.get("old"), v_ref=others.get("reference"),
+        detach_uncond=needs.detach_uncond,
+    )  # fmt: skip
+    return Moments.of(columns, table, mean_std)
 
 
 def matching_of(

@@ -38,6 +38,10 @@ class Needs:
     """train the guided velocity of the rollout, or the conditional branch alone"""
     reference_guidance: float = 1.0
     """where `guided` is off: guidance of the reference, so that the trained branch learns what guidance does"""
+    detach_uncond: bool = False
+    """where `guided` is on: no gradient into the unconditional branch"""
+    smallest_clip: float = 1.0
+    """smallest clip range of a ratio: before the first update every ratio has to be 1 within a tenth of it"""
     branch_width: float | None = None
     """matching: beta of DiffusionNFT's two branches around the old velocity"""
     best_and_worst: tuple[int, int] | None = None

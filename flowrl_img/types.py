@@ -123,12 +123,14 @@ class Moments:
     dold2: Tensor
     cross: Tensor
     table: StepTable
+    mean_std: float = 1.0
+    """mean std over the steps that the rollout trains"""
 
     @classmethod
-    def of(cls, columns: Tensor, table: StepTable) -> Moments:
+    def of(cls, columns: Tensor, table: StepTable, mean_std: float = 1.0) -> Moments:
         """columns: [R, 4] as `transition_moments` returns them."""
         e2, dref2, dold2, cross = columns.unbind(1)
-        return cls(e2, dref2, dold2, cross, table)
+        return cls(e2, dref2, dold2, cross, table, mean_std)
 
     def finite(self) -> bool:
         return bool(torch.stack([self.e2, self.dref2, self.dold2, self.cross]).isfinite().all())

@@ -79,7 +79,7 @@ class AWM:
         asked = {"old": self.ratio == "old", "reference": self.kl_weight > 0, "trust": self.trust_weight > 0}
         return Needs(
             {name for name, wanted in asked.items() if wanted}, points="matching", rollouts=("independent",),
-            guided=False, unit="sample" if self.level == "sample" else "row",
+            guided=False, unit="sample" if self.level == "sample" else "row", smallest_clip=min(self.clip),
         )  # fmt: skip
 
     @property

@@ -49,7 +49,7 @@ class DDPO:
     @property
     def needs(self) -> Needs:
         """The transitions of the rollout, with the velocity that drew them."""
-        return Needs({"old"})
+        return Needs({"old"}, smallest_clip=min(self.clip))
 
     def log_ratio(self, moments: Moments) -> Tensor:
         """[R] log of the ratio; exactly 0 where the velocities are equal."""

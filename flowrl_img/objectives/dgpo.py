@@ -54,8 +54,12 @@ class DGPO:
             raise ValueError(f"compare_with must be reference or old, not {self.compare_with!r}")
         if self.scale not in ("paper", "published"):
             raise ValueError(f"scale must be paper or published, not {self.scale!r}")
-        if self.clip_range is not None:
-            clip_bounds(self.clip_range)
+        _ = self.clip  # refuses wrong ranges
+
+    @property
+    def clip(self) -> tuple[float, float] | None:
+        """(low, high): how far r may leave 1 either way; None for no trust clip."""
+        return None if self.clip_range is None else clip_bounds(self.clip_range)
 
     @property
     def needs(self) -> Needs:
@@ -63,11 +67,11 @@ class DGPO:
         velocities = {self.compare_with}
         if self.kl_weight > 0:
             velocities.add("reference")
-        if self.clip_range is not None:
+        if self.clip is not None:
             velocities.add("old")
         return Needs(
             velocities, points="matching", rollouts=("independent",), unit="group", shared_noise=True, guided=False,
-            reference_guidance=self.reference_guidance,
+            reference_guidance=self.reference_guidance, smallest_clip=1.0 if self.clip is None else min(self.clip),
         )  # fmt: skip
 
     @property
@@ -81,9 +85,9 @@ class DGPO:
 
     def outside(self, moments: MatchingMoments, advantage: Tensor) -> Tensor:
         """bool [R]: rows that the trust clip stops."""
-        if self.clip_range is None:
+        if self.clip is None:
             return torch.zeros_like(moments.e2, dtype=torch.bool)
-        low, high = clip_bounds(self.clip_range)
+        low, high = self.clip
         growth = torch.expm1(-moments.gain_old.detach())  # r - 1, of the difference form
         return torch.where(advantage.to(growth) > 0, growth > high, growth < -low)
 
@@ -104,6 +108,8 @@ class DGPO:
             "clipped": outside.float(),
             "matching_error": error.detach(),
         }
+        if self.clip is not None:
+            metrics["log_ratio"] = -moments.gain_old.detach()
         if self.kl_weight == 0:
             return policy, metrics
         kl = torch.where(outside, moments.dref2.detach(), moments.dref2) if self.clip_kl else moments.dref2

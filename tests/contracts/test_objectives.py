@@ -10,7 +10,11 @@ from flowrl_img import plugins
 
 # Further settings of built-in objectives, where the default leaves a term out.
 OPTIONS = {
-    "flow_grpo": [{"kl_weight": 0.1}, {"clip_range": [0.1, 0.2]}],
+    "flow_grpo": [
+        {"kl_weight": 0.1}, {"clip_range": [0.1, 0.2]}, {"log_prob": "square"},
+        {"ratio": "guard", "time_weight": "inverse_dt"},
+    ],
+    "tempflow_grpo": [{"kl_weight": 0.1, "kappa": 2.25}],
     "nft": [{"scale": "published", "beta": 0.1}, {"mode": "binary"}],
     "awm": [{"ratio": "old", "clip_range": 0.5}, {"level": "sample", "ratio": "old"}, {"weighting": "t2", "penalty": "elbo"}],
     "dgpo": [{"compare_with": "old"}, {"clip_range": None, "scale": "published"}, {"clip_kl": True}],

@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_img.kernels.transition import transition_moments
-from flowrl_img.moments import matching_of, unit_means
+from flowrl_img.moments import matching_of, transition_of, unit_means
 from flowrl_img.samplers.schedules import flow_match_sigmas
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
-from flowrl_img.types import Moments
 
 UNIT_ROWS = 4
 SETS = ("old", "trust", "reference")
@@ -85,10 +83,8 @@ def moments_of(objective: Any, points: Batch, v: Tensor) -> Any:
         moments = matching_of(needs, v, x["x0"], x["eps"], SIGMAS[points.steps], others)
     else:
         rows = TABLE.rows(points.steps)
-        columns = transition_moments(
-            v, None, 1.0, x["x_t"], x["x_s"], rows.A, rows.B, v_old=x["old"], v_ref=others.get("reference")
-        )
-        moments = Moments.of(columns, rows)
+        others["old"] = x["old"]
+        moments = transition_of(needs, (v, None), 1.0, x["x_t"], x["x_s"], rows, others, float(TABLE.std[:9].mean()))
     if needs.unit != "row":
         score = objective.unit_score(moments, points.advantage)
         moments = moments.with_unit_mean(unit_means(score, points.unit, int(points.unit.max()) + 1))
