@@ -116,7 +116,7 @@ def combined_advantages(
     counted = {name: columns[name].double() for name, weight in weights.items() if weight != 0}
 
     def normalised(name: str, rewards: Tensor) -> Tensor:
-        history = None if histories is None else histories[name]
+        history = (histories or {}).get(name)
         return group_advantages(
             rewards, valid, groups, baseline=baseline, scale=scale, eps=eps, history=history, prompts=prompts
         )

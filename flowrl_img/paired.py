@@ -12,10 +12,12 @@ import yaml
 from flowrl_img.checkpoint import latest, load_adapter_tensors
 from flowrl_img.config import Config
 from flowrl_img.evaluate import Evaluation, evaluate, gain, level
+from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
+from flowrl_img.parts import assemble
 from flowrl_img.prompts import choose_evenly
 from flowrl_img.report import before_after_sheet, summary
-from flowrl_img.run import assemble, load_model, load_weights
+from flowrl_img.run import load_model, load_weights
 
 __all__ = ["evaluate_run"]
 
@@ -31,7 +33,7 @@ def evaluate_run(run: Path, *, pictures: int, prompts: str | None = None, thread
     parts = assemble(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load_model(config, device)
-    weights = load_weights(config, model)
+    weights = load_weights(config, model, Needs())
     samples = choose_evenly(parts.held_out, pictures, config.prompts.balance)
     label = "ema" if "ema" in weights.sets else "current"
 

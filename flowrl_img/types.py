@@ -1,13 +1,13 @@
 """What travels through the loop: frozen records whose rows are joined by id, never by position.
 
-    Prompts -> Rollout(leaves, edges) -> scores -> advantages [B] -> Points -> moments [R, 4] -> losses [R]
+    Prompts -> Rollout(leaves, edges) -> Scored(advantage [B]) -> points -> moments [R, 4 or 11] -> losses [R]
 
-Legend of shapes: B samples, E edges (trained transitions), S stored states, R rows of a micro-batch, `...` one latent.
+Legend of shapes: B samples, E edges (trained transitions), S stored states, V evaluated states, R rows of a micro-batch,
+`...` one latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowrl_img.samplers.steps.table import StepTable
 
-__all__ = ["Edges", "Leaves", "MatchingMoments", "Moments", "Points", "PromptSet", "Rollout", "Sample"]
+__all__ = ["Edges", "Leaves", "MatchingMoments", "Moments", "PromptSet", "Rollout", "Sample", "Scored"]
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,11 @@ class Sample:
     prompt: int
     """index into the PromptSet"""
     group: str
-    """group id: all images of one prompt in one rollout"""
+    """group id: the images that are compared with each other, those of one prompt in one rollout or of one fork"""
     image: int
     """index inside the group"""
+    trunk: str = ""
+    """id of the path that it was forked from; empty: it has a path of its own"""
 
     @property
     def id(self) -> str:
@@ -60,7 +62,10 @@ class Leaves:
 
 @dataclass(frozen=True)
 class Edges:
-    """Trained transitions, E rows. States are stored once: a window's x_s is its next step's x_t."""
+    """Trained transitions, E rows, from V evaluated states. Everything is stored once and referenced.
+
+    A window's x_s is its next step's x_t; the successors of a fork share x_t and its velocity, so V <= E.
+    """
 
     states: Tensor
     """[S, ...] float32"""
@@ -68,21 +73,19 @@ class Edges:
     """[E] int64 row of x_t in states"""
     at_s: Tensor
     """[E] int64 row of x_s in states"""
+    at_v: Tensor
+    """[E] int64 row of the velocity at x_t in v_old; rising where edges of several samples do not share it"""
     leaf: Tensor
     """[E] int64 row of the sample in the leaves"""
     step: Tensor
     """[E] int64 step index into the sigma table"""
     v_old: Tensor
-    """[E, ...] velocity of the sampling policy, guided; float32"""
+    """[V, ...] velocity of the sampling policy, guided; float32"""
     residual: Tensor
     """[E] float32: mean ((x_s - mu_old) / std)^2 at the rollout, taken from the noise that was added"""
 
     def __len__(self) -> int:
         return len(self.leaf)
-
-    def with_v_old(self, v_old: Tensor) -> Edges:
-        """The same transitions with the old velocity taken in another layout."""
-        return replace(self, v_old=v_old)
 
 
 @dataclass(frozen=True)
@@ -90,28 +93,30 @@ class Rollout:
     """All that one process drew in one rollout; `sigmas` is the table that everybody indexes."""
 
     leaves: Leaves
-    edges: Edges
     sigmas: Tensor
     """float64 [N + 1]"""
-    table: StepTable
-    """scalars of the N steps"""
+    edges: Edges | None = None
+    """none where the objective trains on clean samples"""
+    table: StepTable | None = None
+    """scalars of the N steps, with `edges`"""
+    trained: tuple[int, ...] = ()
+    """steps that are trained, with `edges`"""
 
 
 @dataclass(frozen=True)
-class Points:
-    """A micro-batch of R transitions."""
+class Scored:
+    """A rollout with its advantages, rows as in `rollout.leaves`, and what all processes agree on."""
 
-    x_t: Tensor
-    x_s: Tensor
-    v_old: Tensor
-    sigma: Tensor
-    """[R] float64"""
-    prompt: Sequence[int]
-    """R indices into the PromptSet"""
-    table: StepTable
-    """[R] each"""
+    rollout: Rollout
     advantage: Tensor
-    """[R] float32"""
+    """[B] float32, cut at the configured range"""
+    kept: Tensor
+    """bool [B]: trained on. Not: no valid score, a group with fewer than two, or not among the best and worst asked for"""
+    everything: tuple[Sample, ...]
+    """the samples of all processes"""
+    kept_groups: tuple[str, ...]
+    """groups of all processes with a sample that is trained on, in order"""
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,7 @@ class MatchingMoments:
     @classmethod
     def of(cls, columns: Tensor, t: Tensor) -> MatchingMoments:
         """columns: [R, 11] as `matching_moments` returns them, v_ema being the velocity of the set `trust`."""
-        return cls(*columns.unbind(1), t=t.to(columns))
+        return cls(*(*columns.unbind(1), t.to(columns)))
 
     def with_unit_mean(self, mean: Tensor) -> MatchingMoments:
         """The same rows, each with the mean over its unit."""

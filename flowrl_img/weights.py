@@ -22,7 +22,7 @@ from flowrl_img.decays import Decay, Warmup
 from flowrl_img.needs import Needs
 from flowrl_img.plugins import build, nearest
 
-__all__ = ["ADAPTER", "WeightSets", "sets_of"]
+__all__ = ["ADAPTER", "WeightSets", "decay_of", "sets_of"]
 
 ADAPTER = "default"
 FOLLOWERS = ("old", "trust")
@@ -35,6 +35,12 @@ def sets_of(config: Config, needs: Needs) -> frozenset[str]:
     """
     read = set(needs.velocities) - (set() if needs.matching else {"old"})
     return frozenset((read | {config.rollout.policy}) & set(FOLLOWERS))
+
+
+def decay_of(config: WeightsConfig, name: str) -> Decay:
+    """The schedule by which the set "old" or "trust" follows. ValueError for one that does not exist."""
+    decay: Decay = build("decays", getattr(config, name).decay.section(), f"weights.{name}.decay")
+    return decay
 
 
 class WeightSets:
@@ -68,7 +74,7 @@ class WeightSets:
             self.remember("ema")
         self.decays: dict[str, Decay] = {}
         for name in sorted(keep):
-            self.decays[name] = build("decays", getattr(config, name).decay.section(), f"weights.{name}.decay")
+            self.decays[name] = decay_of(config, name)
             self.remember(name)
 
     def _add_lora(self, targets: tuple[str, ...]) -> None:

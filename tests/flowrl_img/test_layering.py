@@ -25,7 +25,10 @@ TOP_LEVEL = {
     "flowrl_img/world": {"numpy", "PIL"},
     "flowrl_img": {"torch", "numpy", "PIL", "pydantic", "yaml", "typer", "rich"},
 }
-LIGHT = ("__init__", "cli", "config", "plan", "plugins", "recipes", "resources", "tracking", "validation", "window")
+LIGHT = (
+    "__init__", "cli", "config", "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking", "validation",
+    "window",
+)  # fmt: skip
 LIGHT_PACKAGES = {"pydantic", "yaml", "typer"}
 STANDARD = sys.stdlib_module_names
 

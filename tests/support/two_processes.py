@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from flowrl_img.config import Config
 from flowrl_img.evaluate import evaluate
 from flowrl_img.parallel import Processes
+from flowrl_img.parts import assemble
 from flowrl_img.prompts import choose_evenly
-from flowrl_img.run import assemble, load_model, load_weights
+from flowrl_img.run import load_model, load_weights
 from flowrl_img.trainer import Trainer
 
 
@@ -23,10 +24,8 @@ def main(config_file: str, out: str) -> None:
     parts = assemble(config)
     processes = Processes(Accelerator(cpu=True))
     model = load_model(config, processes.device)
-    weights = load_weights(config, model)
-    trainer = Trainer(
-        config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window, processes
-    )
+    weights = load_weights(config, model, parts.objective.needs)
+    trainer = Trainer(config, parts, model, weights, processes)
     metrics = [u.metrics for u in trainer.run()]
     samples = choose_evenly(parts.held_out, 7, None)
     held_out = evaluate(
