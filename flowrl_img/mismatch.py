@@ -8,7 +8,7 @@ and judged before its step, so the proof costs no evaluation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -43,30 +43,34 @@ class FirstUpdate:
 
     smallest_clip: float
     low_precision: bool
-    ratio: float = 0.0
-    residual: float = 0.0
-    layout: float = 0.0
-    distance: float = 0.0
+    largest: dict[str, float] = field(default_factory=dict)
 
     def note_ratio(self, log_ratio: Tensor) -> None:
         """log_ratio: [R]."""
-        self.ratio = max(self.ratio, _largest(log_ratio.double().expm1()))
+        self._note("check_ratio_error", log_ratio.double().expm1())
 
     def note_residual(self, error: Tensor) -> None:
         """error: [R] relative deviation of the standardised residual."""
-        self.residual = max(self.residual, _largest(error))
+        self._note("check_residual_error", error)
 
     def note_layout(self, log_ratio: Tensor) -> None:
         """log_ratio: [R] against the velocity of the rollout's own layout."""
-        self.layout = max(self.layout, _largest(log_ratio.double().expm1()))
+        self._note("layout_ratio_error", log_ratio.double().expm1())
 
     def note_distance(self, relative: Tensor) -> None:
         """relative: [R] mean square distance from another set over the matching error."""
-        self.distance = max(self.distance, _largest(relative))
+        self._note("check_distance", relative)
+
+    def _note(self, name: str, error: Tensor) -> None:
+        if len(error):
+            self.largest[name] = max(self.largest.get(name, 0.0), float(error.detach().abs().max()))
 
     def verdict(self, processes: Processes) -> dict[str, float]:
         """What was measured, over all processes. Raises RolloutMismatchError beyond the limits."""
-        ratio, residual, distance = (processes.max(x) for x in (self.ratio, self.residual, self.distance))
+        names = sorted(processes.agree(list(self.largest)))
+        found = {name: processes.max(self.largest.get(name, 0.0)) for name in names}
+        checks = ("check_ratio_error", "check_residual_error", "check_distance")
+        ratio, residual, distance = (found.get(name, 0.0) for name in checks)
         limit = min(RATIO_LIMIT, self.smallest_clip / 10)
         if ratio > limit:
             raise RolloutMismatchError(
@@ -86,9 +90,4 @@ class FirstUpdate:
                 f"the old or trust weights are not those of the start: their velocity is off by {distance:.2e} of the "
                 f"matching error (mean squares), the limit is {limit:.0e}: check dropout and precision"
             )
-        found = {"check_ratio_error": ratio, "check_residual_error": residual, "check_distance": distance}
-        return found | ({"layout_ratio_error": processes.max(self.layout)} if self.low_precision else {})
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.detach().abs().max()) if len(x) else 0.0
+        return found

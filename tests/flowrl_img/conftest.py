@@ -87,7 +87,8 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
         for name, section in sections.items():
             if name == "rewards":
                 continue
-            base[name] = {**base.get(name, {}), **section}
+            keeps = name != "objective" or section.get("name", "flow_grpo") == "flow_grpo"
+            base[name] = {**(base.get(name, {}) if keeps else {}), **section}
         rewards = sections.get("rewards", [{"name": "jpeg"}])
         return Config.model_validate({**base, "rewards": rewards})
 
