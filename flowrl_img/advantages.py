@@ -60,11 +60,11 @@ def group_advantages(
 ) -> Tensor:  # fmt: skip
     """rewards, valid: [B]; groups: B ids, in any order. Returns float64 [B].
 
-    baseline: "group" is the mean of the group, "leave_one_out" that of its other members, "history" that of the prompt's
-    last rewards (needs `history` and the B `prompts`, and takes the spread "group" from them too), "none" is 0.
-    scale: "group" divides by the population std of the group, "global" by that of all valid rewards, "none" by 1;
-    "sign" takes +1 from the baseline up and -1 below it, and centres these in the group.
-    Raises ValueError on another name or on unequal lengths.
+    baseline: "group" is the mean of the group, "leave_one_out" that of its other members, "history" that of the
+    prompt's last rewards (needs `history` and the B `prompts`, and takes the spread "group" from them too), "none" is
+    0. scale: "group" divides by the population std of the group, "global" by that of all valid rewards, "none" by 1;
+    "sign" takes +1 from the baseline up and -1 below it, and centres these in the group. Raises ValueError on another
+    name or on unequal lengths.
     """
     _check(baseline, scale, [len(rewards), len(valid), len(groups)], history, prompts)
     rewards = rewards.double()
@@ -81,7 +81,9 @@ def group_advantages(
             signs = torch.where(centred >= 0, 1.0, -1.0).double()
             advantages[rows] = signs - signs.mean()
             continue
-        spread = {"group": past.std(correction=0), "global": everything.std(correction=0), "none": r.new_ones(())}[scale]
+        spread = {"group": past.std(correction=0), "global": everything.std(correction=0), "none": r.new_ones(())}[
+            scale
+        ]
         advantages[rows] = centred / (spread + (eps if scale != "none" else 0.0))
     return advantages
 
@@ -107,9 +109,9 @@ def combined_advantages(
 ) -> Tensor:  # fmt: skip
     """One advantage from several rewards. columns: name -> [B], weights by the same names. Returns float64 [B].
 
-    aggregate: "sum" normalises the weighted sum of the rewards; "advantage_sum" sums the weighted advantages of each, so
-    that no reward counts by its own scale; "gdpo" standardises that sum over the rollout besides.
-    valid: [B], rows where every reward is. histories: by column, or by "" for the sum. A reward of weight 0 is left out.
+    aggregate: "sum" normalises the weighted sum of the rewards; "advantage_sum" sums the weighted advantages of each,
+    so that no reward counts by its own scale; "gdpo" standardises that sum over the rollout besides. valid: [B], rows
+    where every reward is. histories: by column, or by "" for the sum. A reward of weight 0 is left out.
     """
     if aggregate not in AGGREGATES:
         raise ValueError(f"advantage aggregate must be one of {', '.join(AGGREGATES)}, not {aggregate!r}")
@@ -136,9 +138,7 @@ def _standardised(advantages: Tensor, rows: Tensor, eps: float) -> Tensor:
     return torch.where(rows & (advantages != 0), centred, 0.0)
 
 
-def _check(
-    baseline: str, scale: str, lengths: list[int], history: History | None, prompts: Sequence[str]
-) -> None:
+def _check(baseline: str, scale: str, lengths: list[int], history: History | None, prompts: Sequence[str]) -> None:
     if baseline not in BASELINES:
         raise ValueError(f"advantage baseline must be one of {', '.join(BASELINES)}, not {baseline!r}")
     if scale not in SCALES:

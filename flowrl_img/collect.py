@@ -74,7 +74,9 @@ def _ranked(trainer: Any, drawn: Rollout, everything: tuple[Sample, ...]) -> Sco
         baseline=config.baseline, scale=config.scale, eps=config.eps, histories=trainer.histories,
         prompts=[prompts.ids[s.prompt] for s in everything],
     ).clamp(-config.clip, config.clip)  # fmt: skip
-    kept = usable(valid, groups) & _chosen(trainer.objective.needs.best_and_worst, advantage, usable(valid, groups), groups)
+    kept = usable(valid, groups) & _chosen(
+        trainer.objective.needs.best_and_worst, advantage, usable(valid, groups), groups
+    )
     place = {s.id: row for row, s in enumerate(everything)}
     rows = torch.tensor([place[s.id] for s in samples], dtype=torch.int64)
     told_apart = {group for group, a in zip(groups, advantage.tolist(), strict=True) if a != 0}
@@ -95,9 +97,7 @@ def _column(entries: Sequence[float | None]) -> Tensor:
     return torch.tensor([float("nan") if entry is None else entry for entry in entries], dtype=torch.float32)
 
 
-def _chosen(
-    best_and_worst: tuple[int, int] | None, advantage: Tensor, valid: Tensor, groups: Sequence[str]
-) -> Tensor:
+def _chosen(best_and_worst: tuple[int, int] | None, advantage: Tensor, valid: Tensor, groups: Sequence[str]) -> Tensor:
     """bool [B]: all, or the best and the worst of each group that has spread; equals go by their order."""
     if best_and_worst is None:
         return torch.ones_like(valid)

@@ -1,4 +1,5 @@
-"""Kept transitions of a sampling loop as edges: what is shared is stored once, and rows are in the order of their samples.
+"""Kept transitions of a sampling loop as edges: what is shared is stored once, and rows are in the order of their
+samples.
 
 Left out: which steps are kept, and what is trained.
 """

@@ -1,7 +1,7 @@
 """Forked rollouts: every sample of a fork is a picture of its own, and its reward belongs to one transition.
 
-Trunks are what processes share and updates deal; a leaf is named after its trunk, the step it left it at and its branch.
-All noise is keyed by these names. Source: TempFlow-GRPO, arXiv 2508.04324.
+Trunks are what processes share and updates deal; a leaf is named after its trunk, the step it left it at and its
+branch. All noise is keyed by these names. Source: TempFlow-GRPO, arXiv 2508.04324.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Sizes that must divide or fit: pictures into updates and processes, paths into branches, groups into micro-batches.
 
-An impossible size is a line that names the nearest values that work. Left out: what the sizes cost, which is the plan's.
+An impossible size is a line that names the nearest values that work. Left out: what the sizes cost, which is the
+plan's.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def _path_problems(config: Config, num_processes: int) -> list[str]:
     return [
         f"rollout.groups x paths = {config.rollout.groups} x {per_prompt} = {paths} paths (rollout.group_size / "
         f"rollout.branches of each prompt) do not divide into run.updates_per_rollout x processes = "
-        f"{config.run.updates_per_rollout} x {num_processes} = {shares} equal shares; nearest valid: rollout.groups = {valid}"
+        f"{config.run.updates_per_rollout} x {num_processes} = {shares} equal shares; "
+        f"nearest valid: rollout.groups = {valid}"
     ]
 
 

@@ -1,8 +1,8 @@
 """Points on clean samples: x_t = (1 - t) x0 + t eps, with times and noise drawn anew for every sample or group.
 
 Times and noise are keyed by the identity of their sample or group, so nothing is stored but x0 and no process needs to
-send them to another. Objectives that score whole groups get them whole: a group's pictures are dealt over all processes,
-and every process passes the same groups in the same order.
+send them to another. Objectives that score whole groups get them whole: a group's pictures are dealt over all
+processes, and every process passes the same groups in the same order.
 """
 
 from __future__ import annotations

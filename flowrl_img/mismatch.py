@@ -2,8 +2,8 @@
 
 Two quantities at transitions, because each is blind to what the other sees: the ratio from recomputed against stored
 velocity, and the standardised residual of x_s, mean ((x_s - mu) / std)^2, against its value at the rollout. At clean
-samples noised again, the sets that follow the weights must still give their velocity. All are noted in the first update's own passes
-and judged before its step, so the proof costs no evaluation.
+samples noised again, the sets that follow the weights must still give their velocity. All are noted in the first
+update's own passes and judged before its step, so the proof costs no evaluation.
 """
 
 from __future__ import annotations
@@ -74,15 +74,15 @@ class FirstUpdate:
         limit = min(RATIO_LIMIT, self.smallest_clip / 10)
         if ratio > limit:
             raise RolloutMismatchError(
-                f"rollout/train mismatch: |ratio - 1| is {ratio:.2e} before the first update, the limit is {limit:.0e}. "
-                "The recomputed velocity differs from the one stored by the rollout: check dropout, precision and "
+                f"rollout/train mismatch: |ratio - 1| is {ratio:.2e} before the first update, the limit is "
+                f"{limit:.0e}. The recomputed velocity differs from the one stored by the rollout: check dropout, precision and "
                 "conditioning"
             )
         limit = LOW_PRECISION_RESIDUAL_LIMIT if self.low_precision else RESIDUAL_LIMIT
         if residual > limit:
             raise RolloutMismatchError(
-                f"rollout/train mismatch: the standardised residual of x_s is off by {residual:.2e} of its rollout value, "
-                f"the limit is {limit:.0e}. The stored x_s is not the one the noise was added to"
+                f"rollout/train mismatch: the standardised residual of x_s is off by {residual:.2e} of its rollout "
+                f"value, the limit is {limit:.0e}. The stored x_s is not the one the noise was added to"
             )
         limit = LOW_PRECISION_DISTANCE_LIMIT if self.low_precision else DISTANCE_LIMIT
         if distance > limit:

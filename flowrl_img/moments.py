@@ -45,9 +45,7 @@ def matching_of(
     return MatchingMoments.of(columns, t)
 
 
-def unit_means(
-    score: Tensor, unit: Tensor, count: int, summed: Callable[[Tensor], Tensor] = lambda x: x
-) -> Tensor:
+def unit_means(score: Tensor, unit: Tensor, count: int, summed: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
     """The mean of `score` over the rows of each row's unit, float64 [R].
 
     score: [R]. unit: [R] index in [0, count). summed: adds up a tensor over the processes that share the units.

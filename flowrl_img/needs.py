@@ -20,7 +20,7 @@ ROLLOUTS = ("independent", "anchor_fork")
 
 @dataclass(frozen=True)
 class Needs:
-    """Example: `Needs({"old", "reference"}, points="matching")` for DiffusionNFT with a penalty towards the reference."""
+    """Example: `Needs({"old", "reference"}, points="matching")` for DiffusionNFT with a penalty to the reference."""
 
     velocities: Collection[str] = ()
     """Weight sets whose velocity is read besides the current one: "old", "trust", "reference". At transitions "old" is

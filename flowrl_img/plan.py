@@ -7,7 +7,6 @@ that name the nearest values that work. Left out: seconds and bytes, which depen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 

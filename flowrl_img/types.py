@@ -2,8 +2,8 @@
 
     Prompts -> Rollout(leaves, edges) -> Scored(advantage [B]) -> points -> moments [R, 4 or 11] -> losses [R]
 
-Legend of shapes: B samples, E edges (trained transitions), S stored states, V evaluated states, R rows of a micro-batch,
-`...` one latent.
+Legend of shapes: B samples, E edges (trained transitions), S stored states, V evaluated states, R rows of a
+micro-batch, `...` one latent.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Scored:
     advantage: Tensor
     """[B] float32, cut at the configured range"""
     kept: Tensor
-    """bool [B]: trained on. Not: no valid score, a group with fewer than two, or not among the best and worst asked for"""
+    """bool [B]: trained on. Not: without a score, in a group with fewer than two, not among the best and worst asked"""
     everything: tuple[Sample, ...]
     """the samples of all processes"""
     kept_groups: tuple[str, ...]

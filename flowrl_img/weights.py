@@ -1,9 +1,9 @@
 """Weight sets of one network: the trained one, sets that follow it, and the frozen reference. One owner switches them.
 
-`current` is trained. `ema` is its average, for evaluation and export. `old` is the policy that an objective compares with
-(and that may draw the rollouts), `trust` the centre of a trust region; they follow by decay schedules of their own.
-A set other than the current one is a list of tensors beside the trainable parameters; `use` exchanges the storage of
-the two and gives it back on leaving, also after an exception and when nested. Nothing is copied, so the trained
+`current` is trained. `ema` is its average, for evaluation and export. `old` is the policy that an objective compares
+with (and that may draw the rollouts), `trust` the centre of a trust region; they follow by decay schedules of their
+own. A set other than the current one is a list of tensors beside the trainable parameters; `use` exchanges the storage
+of the two and gives it back on leaving, also after an exception and when nested. Nothing is copied, so the trained
 weights come back bit for bit, and which weights train never changes. The reference of a LoRA run is the base network
 with its adapter layers off; of a full run, a frozen copy.
 """
@@ -157,7 +157,8 @@ class WeightSets:
     def beside_reference(self, name: str, rows: int) -> Iterator[None]:
         """Run with the set `name` on the first `rows` rows of every batch and with the reference on all others.
 
-        One pass then serves two sets. For LoRA, without gradient: ValueError in a full run, whose sets share no weights.
+        One pass then serves two sets. For LoRA, without gradient: ValueError in a full run, whose sets share no
+        weights.
         """
         if self.config.kind != "lora" or torch.is_grad_enabled():
             raise ValueError("two sets share a batch only with LoRA and without gradient")

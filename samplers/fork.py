@@ -1,9 +1,8 @@
 """The forked loop: one deterministic trunk, several noisy successors at chosen steps, each finished without noise.
 
-A reward of a finished successor is then the reward of one step's noise. The trunk is evaluated once a step, whatever the
-number of successors, and all states that are alive at a step go through the velocity function together.
-Left out, as in `loop.py`: models, guidance, random streams and gradients.
-Source: the rollout of TempFlow-GRPO, arXiv 2508.04324.
+A reward of a finished successor is then the reward of one step's noise. The trunk is evaluated once a step, whatever
+the number of successors, and all states that are alive at a step go through the velocity function together. Left out,
+as in `loop.py`: models, guidance, random streams and gradients. Source: the rollout of TempFlow-GRPO, arXiv 2508.04324.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """At which times a clean sample is noised again: laws that draw T levels of noise, each a pure function of a seed.
 
-Objectives on clean samples are not bound to the path of the rollout. Small frozen objects, chosen by name: levels of the
-rollout's own grid (`grid`, `strata`), or continuous ones (`uniform`, `logit_normal`), all but `grid` stratified: one
-draw in each of T equal parts of the law, which lowers the variance of a sum over times at no cost.
+Objectives on clean samples are not bound to the path of the rollout. Small frozen objects, chosen by name: levels of
+the rollout's own grid (`grid`, `strata`), or continuous ones (`uniform`, `logit_normal`), all but `grid` stratified:
+one draw in each of T equal parts of the law, which lowers the variance of a sum over times at no cost.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TimeLaw(Protocol):
 class Grid:
     """T different levels of the rollout's grid, its steps [low, high) all equally likely.
 
-    count: T; null is all but one, as in DiffusionNFT. high: null is the number of steps. DGPO's timestep clip keeps to the
-    noisy end: `count: 4, high: 7` leaves steps 7, 8 and 9 of 10 out.
+    count: T; null is all but one, as in DiffusionNFT. high: null is the number of steps. DGPO's timestep clip keeps to
+    the noisy end: `count: 4, high: 7` leaves steps 7, 8 and 9 of 10 out.
     """
 
     count: int | None = None
@@ -66,8 +66,8 @@ class Grid:
 class Strata:
     """One level of the rollout's grid in each of T neighbouring parts of its steps [low, high).
 
-    Part i holds the steps [floor(b_i), floor(b_i+1)), b = T + 1 points evenly spaced from low to high. first: step 0 is one
-    of the T besides. AWM: `count: 6, low: 1, high: 12` of 14 steps ("discrete_wo_init"), or `low: 0` ("discrete").
+    Part i holds the steps [floor(b_i), floor(b_i+1)), b = T + 1 points evenly spaced from low to high. first: step 0 is
+    one of the T besides. AWM: `count: 6, low: 1, high: 12` of 14 steps ("discrete_wo_init"), or `low: 0` ("discrete").
     """
 
     count: int = 6
@@ -87,7 +87,9 @@ class Strata:
         """See `TimeLaw`."""
         low, high = _range(self.low, self.high, num_steps)
         if high - low < self._parts:
-            raise ValueError(f"count = {self.count}: {high - low} steps in [{low}, {high}) cannot be cut in so many parts")
+            raise ValueError(
+                f"count = {self.count}: {high - low} steps in [{low}, {high}) cannot be cut in so many parts"
+            )
         return self.count
 
     @property
@@ -118,7 +120,8 @@ class Uniform:
     def __post_init__(self) -> None:
         if self.count < 1 or self.shift <= 0 or not 0 < self.low < self.high <= 1:
             raise ValueError(
-                f"need count >= 1, shift > 0 and 0 < low < high <= 1, got {self.count}, {self.shift}, {self.low}, {self.high}"
+                f"need count >= 1, shift > 0 and 0 < low < high <= 1, got "
+                f"{self.count}, {self.shift}, {self.low}, {self.high}"
             )
 
     def num_times(self, num_steps: int) -> int:
@@ -148,8 +151,8 @@ class LogitNormal:
     def __post_init__(self) -> None:
         if self.count < 1 or self.shift <= 0 or self.std <= 0 or not 0 < self.smallest < 1:
             raise ValueError(
-                f"need count >= 1, shift > 0, std > 0 and 0 < smallest < 1, got {self.count}, {self.shift}, {self.std}, "
-                f"{self.smallest}"
+                f"need count >= 1, shift > 0, std > 0 and 0 < smallest < 1, got "
+                f"{self.count}, {self.shift}, {self.std}, {self.smallest}"
             )
 
     def num_times(self, num_steps: int) -> int:

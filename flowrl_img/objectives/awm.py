@@ -3,11 +3,11 @@
     log p = -f(mean (v - v*)^2, t),   r = exp(log p - log p_old)
     loss = max(-A' r, -A' clip(r, 1 - c, 1 + c)) + w mean (v - v_ref)^2 + u mean (v - v_trust)^2,   A' = A / adv_range
 
-f is a time weighting (`kernels.matching`); the trust set follows the weights closely, so u bounds the step of an update.
-While the old policy is the current one r is 1 and its gradient that of log p, and no old velocity is needed: `ratio:
-on_policy`. With several updates a rollout, or a rollout of older weights, `ratio: old` reads the old policy's velocity,
-and the clip acts. A row of advantage 0 has no policy gradient; the two penalties act on it.
-Source: AWM, arXiv 2509.25050, and its published code.
+f is a time weighting (`kernels.matching`); the trust set follows the weights closely, so u bounds the step of an
+update. While the old policy is the current one r is 1 and its gradient that of log p, and no old velocity is needed:
+`ratio: on_policy`. With several updates a rollout, or a rollout of older weights, `ratio: old` reads the old policy's
+velocity, and the clip acts. A row of advantage 0 has no policy gradient; the two penalties act on it. Source: AWM,
+arXiv 2509.25050, and its published code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from flowrl_img.kernels.matching import DISCREPANCIES, Discrepancy, GeneralisedHuber

@@ -3,9 +3,10 @@
     importance:  loss = max(-A r, -A clip(r, 1 - c, 1 + c)),   r = exp(log p - log p_old)
     score:       loss = -A log p(x_s | x_t)
 
-with log p the mean over latent elements. The score form is exact on policy alone: use one update a rollout. With the DDIM
-step and running statistics per prompt (`advantage.baseline: history`) this is the published method. A row of advantage 0
-has no gradient. Source: DDPO, arXiv 2305.13301, Eqs. 5 and 6; the mean over elements is that of its published code.
+with log p the mean over latent elements. The score form is exact on policy alone: use one update a rollout. With the
+DDIM step and running statistics per prompt (`advantage.baseline: history`) this is the published method. A row of
+advantage 0 has no gradient. Source: DDPO, arXiv 2305.13301, Eqs. 5 and 6; the mean over elements is that of its
+published code.
 """
 
 from __future__ import annotations

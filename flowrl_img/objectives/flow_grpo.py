@@ -3,10 +3,10 @@
     loss = w_t max(-A r, -A clip(r, 1 - c, 1 + c)) + k KL,    r = exp(log_ratio)
 
 Per row of a micro-batch; the loop averages. The ratio is the difference form of the mean log-prob over latent elements,
-so clip ranges are small (1e-4 and below at published sizes). A row of advantage 0 (a group without spread) has no policy
-gradient; the KL acts on it. Source: Flow-GRPO, arXiv 2505.05470, Eq. 5; with `log_prob: square` and the step rule `cps`,
-Flow-CPS, arXiv 2509.05952; with the step rule `dance_sde`, DanceGRPO, arXiv 2505.07818; with `ratio: guard` and
-`time_weight: inverse_dt`, GRPO-Guard, arXiv 2510.22319.
+so clip ranges are small (1e-4 and below at published sizes). A row of advantage 0 (a group without spread) has no
+policy gradient; the KL acts on it. Source: Flow-GRPO, arXiv 2505.05470, Eq. 5; with `log_prob: square` and the step
+rule `cps`, Flow-CPS, arXiv 2509.05952; with the step rule `dance_sde`, DanceGRPO, arXiv 2505.07818; with `ratio: guard`
+and `time_weight: inverse_dt`, GRPO-Guard, arXiv 2510.22319.
 """
 
 from __future__ import annotations

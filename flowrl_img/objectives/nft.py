@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from flowrl_img.kernels.matching import branch_loss
@@ -34,8 +33,8 @@ class NFT:
 
     adv_range: advantages of this size and more mean certainty, r = 0 or 1. mode: "all"; "positive_only" and
     "negative_only" set the others to 0; "binary" takes their sign, "one_only" 1 for positive and 0 for all others.
-    scale: "paper" is the loss above; "published" multiplies its first two terms by adv_range / beta, which changes their
-    weight against the penalty and the gradient clip.
+    scale: "paper" is the loss above; "published" multiplies its first two terms by adv_range / beta, which changes
+    their weight against the penalty and the gradient clip.
     """
 
     beta: float = 1.0
@@ -61,9 +60,7 @@ class NFT:
     def needs(self) -> Needs:
         """Clean samples, the old policy, and the reference where it is penalised."""
         velocities = {"old", "reference"} if self.kl_weight > 0 else {"old"}
-        return Needs(
-            velocities, points="matching", rollouts=("independent",), guided=False, branch_width=self.beta
-        )
+        return Needs(velocities, points="matching", rollouts=("independent",), guided=False, branch_width=self.beta)
 
     @property
     def penalties(self) -> Mapping[str, float]:

@@ -2,10 +2,10 @@
 
     S = b [(e2 - e2_ref)(worst) - (e2 - e2_ref)(best)],   L = -log sigmoid(S),   e2 = mean (v - v*)^2
 
-at one time and with one noise for the pair. With the sigmoid's weight taken as a constant, each row carries its own part
-of the gradient of L: loss = +-2 b sigmoid(-S) e2, whose mean over the pair has it exactly. Only signs of advantages are
-read. A group without spread has no pair and is left out.
-Source: Diffusion-DPO, arXiv 2311.12908, Eq. 14, on velocities with a uniform time weight, its constant T taken into b.
+at one time and with one noise for the pair. With the sigmoid's weight taken as a constant, each row carries its own
+part of the gradient of L: loss = +-2 b sigmoid(-S) e2, whose mean over the pair has it exactly. Only signs of
+advantages are read. A group without spread has no pair and is left out. Source: Diffusion-DPO, arXiv 2311.12908, Eq.
+14, on velocities with a uniform time weight, its constant T taken into b.
 """
 
 from __future__ import annotations

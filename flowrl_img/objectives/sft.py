@@ -24,7 +24,7 @@ __all__ = ["SFT"]
 
 @dataclass(frozen=True)
 class SFT:
-    """best: pictures of each group that are trained on. weighting: f. kl_weight: w >= 0; 0 skips the reference forward."""
+    """best: pictures of each group that are trained on. weighting: f. kl_weight: w >= 0; 0 skips the reference."""
 
     best: int = 1
     weighting: Literal["uniform", "t", "t2", "elbo", "huber", "ghuber"] = "uniform"

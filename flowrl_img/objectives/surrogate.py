@@ -22,8 +22,9 @@ ClipRange = float | tuple[float, float]
 class Objective(Protocol):
     """A pure function of per-row moments and advantages. It sees no model, configuration, file or rank.
 
-    `needs.unit` other than "row" asks for a method `unit_score(moments, advantage) -> [R]`, whose mean over the unit comes
-    back as `moments.unit_mean`. A group without spread has advantage 0: what it does then is in the docstring of each.
+    `needs.unit` other than "row" asks for a method `unit_score(moments, advantage) -> [R]`, whose mean over the unit
+    comes back as `moments.unit_mean`. A group without spread has advantage 0: what it does then is in the docstring of
+    each.
     """
 
     name: ClassVar[str]

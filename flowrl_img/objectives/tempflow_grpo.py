@@ -4,8 +4,8 @@
 
 The rollout walks one deterministic path, draws several noisy successors at every trained step and finishes each without
 noise; A compares the successors of one state with each other. So this file is a recipe over `FlowGRPO`: the rollout
-`anchor_fork` and `time_weight: noise` are all there is to it. A row of advantage 0 has no policy gradient.
-Source: TempFlow-GRPO, arXiv 2508.04324; its published code writes w_t as kappa std_t with kappa 2.25 (SD3) or 1.73 (FLUX).
+`anchor_fork` and `time_weight: noise` are all there is to it. A row of advantage 0 has no policy gradient. Source:
+TempFlow-GRPO, arXiv 2508.04324; its published code writes w_t as kappa std_t with kappa 2.25 (SD3) or 1.73 (FLUX).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every objective keeps, whatever its formula; a new file in `flowrl_img/objectives` is tested from its first day."""
+"""What every objective keeps, whatever its formula: a new file in `flowrl_img/objectives` is found and tested."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from flowrl_img import plugins
 # Further settings of built-in objectives, where the default leaves a term out.
 OPTIONS = {
     "flow_grpo": [
-        {"kl_weight": 0.1}, {"clip_range": [0.1, 0.2]}, {"log_prob": "square"},
+        {"kl_weight": 0.1},
+        {"clip_range": [0.1, 0.2]},
+        {"log_prob": "square"},
         {"ratio": "guard", "time_weight": "inverse_dt"},
     ],
     "tempflow_grpo": [{"kl_weight": 0.1, "kappa": 2.25}],
     "nft": [{"scale": "published", "beta": 0.1}, {"mode": "binary"}],
-    "awm": [{"ratio": "old", "clip_range": 0.5}, {"level": "sample", "ratio": "old"}, {"weighting": "t2", "penalty": "elbo"}],
+    "awm": [
+        {"ratio": "old", "clip_range": 0.5},
+        {"level": "sample", "ratio": "old"},
+        {"weighting": "t2", "penalty": "elbo"},
+    ],
     "dgpo": [{"compare_with": "old"}, {"clip_range": None, "scale": "published"}, {"clip_kl": True}],
     "ddpo": [{"form": "score"}],
     "sft": [{"kl_weight": 0.1, "weighting": "ghuber"}],
@@ -26,7 +32,9 @@ PULLS_AT_ZERO_ADVANTAGE = {"nft"}
 IGNORES_NEGATIVE = {"sft"}
 
 CASES = [
-    pytest.param(plugins.build("objectives", {"name": name, **options}), id="-".join([name, *map(str, options.values())]))
+    pytest.param(
+        plugins.build("objectives", {"name": name, **options}), id="-".join([name, *map(str, options.values())])
+    )
     for name in plugins.available("objectives")
     for options in [{}, *OPTIONS.get(name, [])]
 ]

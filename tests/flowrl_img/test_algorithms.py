@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from flowrl_img.plan import make_plan
 from flowrl_img.validation import validate
 
 REWARD = [{"name": "sample_rewards:brightness"}]
@@ -14,7 +13,9 @@ ALGORITHMS = {
     "flow_grpo": {"objective": {"kl_weight": 0.1}},
     "flow_grpo, guidance": {"objective": {"kl_weight": 0.1}, "rollout": {"guidance": 3.0}},
     "flow_grpo, guard": {"objective": {"ratio": "guard", "time_weight": "inverse_dt"}},
-    "flow_grpo, forked": {"rollout": {"kind": "anchor_fork", "branches": 2, "window": {"size": 1, "schedule": "fixed"}}},
+    "flow_grpo, forked": {
+        "rollout": {"kind": "anchor_fork", "branches": 2, "window": {"size": 1, "schedule": "fixed"}}
+    },
     "tempflow_grpo": {
         "objective": {"name": "tempflow_grpo", "clip_range": 1e-2},
         "rollout": {"kind": "anchor_fork", "branches": 2},
@@ -230,11 +231,11 @@ def test_the_best_picture_of_each_group_is_trained_on(trainer_of):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "nft", "dgpo", "awm"])
 def test_pictures_without_a_score_are_not_trained_on(trainer_of, tiny_trainer, name):
+    run = {"rollouts": 1, "updates_per_rollout": 1, "reward_policy": "mask", "micro_batch": 8}
+    rollout = {**ALGORITHMS[name].get("rollout", {}), "groups": 4}
     trainer = tiny_trainer(
-        rewards=[{"name": "sample_rewards:broken_for_rings"}],
-        **{**ALGORITHMS[name], "run": {"rollouts": 1, "updates_per_rollout": 1, "reward_policy": "mask", "micro_batch": 8},
-           "rollout": {**ALGORITHMS[name].get("rollout", {}), "groups": 4}},
-    )  # fmt: skip
+        rewards=[{"name": "sample_rewards:broken_for_rings"}], **{**ALGORITHMS[name], "run": run, "rollout": rollout}
+    )
     scored = trainer.collect(0)
     rings = ["ring" in trainer.prompts.texts[s.prompt] for s in scored.rollout.leaves.samples]
     assert sum(rings) == 4

@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from flowrl_img import cli
+from flowrl_img import cli, recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,8 @@ def trained(monkeypatch):
 def test_recipes_list_shows_every_recipe_with_its_description(run):
     code, out, _ = run("recipes", "list")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == ["pico", "pico-long", "pico-ocr", "sd35-geneval"]
+    assert [line.split()[0] for line in out.splitlines()] == recipes.names()
+    assert all(len(line.split(maxsplit=1)[1]) > 20 for line in out.splitlines())
 
 
 def test_recipes_show_prints_the_changed_configuration(run):

@@ -26,8 +26,8 @@ TOP_LEVEL = {
     "flowrl_img": {"torch", "numpy", "PIL", "pydantic", "yaml", "typer", "rich"},
 }
 LIGHT = (
-    "__init__", "cli", "config", "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking", "validation",
-    "window",
+    "__init__", "cli", "config", "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking",
+    "validation", "window",
 )  # fmt: skip
 LIGHT_PACKAGES = {"pydantic", "yaml", "typer"}
 STANDARD = sys.stdlib_module_names

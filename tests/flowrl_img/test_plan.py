@@ -107,7 +107,9 @@ def test_window_and_division_problems_are_told_together():
 
 
 def test_network_evaluations_by_hand():
-    plan = make_plan(config(groups=2, size=3, updates=1, steps=5, window={"size": 2}, rollouts=4), needs=Needs({"reference"}))
+    plan = make_plan(
+        config(groups=2, size=3, updates=1, steps=5, window={"size": 2}, rollouts=4), needs=Needs({"reference"})
+    )
     assert plan.sampling_evaluations == 2 * 3 * 5
     assert plan.training_evaluations == plan.reference_evaluations == 2 * 3 * 2
     assert plan.heldout_evaluations == 192 * 20
@@ -174,3 +176,44 @@ def test_render_shows_every_row():
 def test_zero_processes_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         make_plan(config(), 0, needs=Needs())
+
+
+def test_evaluations_of_a_forked_rollout_by_hand():
+    """2 prompts, 1 path of 3 branches each, 5 steps, all but the last fork: trunk 4, branches 3 (4 + 3 + 2 + 1)."""
+    config = Config(rollout=RolloutConfig(kind="anchor_fork", groups=2, group_size=3, branches=3, steps=5))
+    plan = make_plan(config, needs=Needs({"old", "reference"}))
+    assert plan.images == 2 * 4 * 3
+    assert plan.sampling_evaluations == 2 * (4 + 3 * 10)
+    assert plan.training_evaluations == plan.reference_evaluations == 2 * 4  # every state once
+    assert plan.points_per_update == 2 * 4 * 3 // 2
+
+
+def test_published_tempflow_takes_279_evaluations_a_path():
+    plan = make_plan(recipes.load("sd35-tempflow-geneval", ["rollout.guidance=1"]))
+    assert plan.sampling_evaluations == 8 * 4 * 279
+
+
+def test_evaluations_on_clean_samples_by_hand():
+    changes = ["rollout.groups=2", "rollout.group_size=4", "rollout.steps=5", "matching.times={name: grid, count: 3}"]
+    needs = Needs({"old", "trust", "reference"}, points="matching", guided=False, reference_guidance=4.5)
+    plan = make_plan(recipes.load("pico", ["objective={name: nft}", *changes, "rollout.guidance=4.5"]), needs=needs)
+    assert plan.sampling_evaluations == 2 * 4 * 5 * 2
+    assert plan.training_evaluations == 2 * 4 * 3
+    assert plan.policy_evaluations == 2 * plan.training_evaluations
+    assert plan.reference_evaluations == 2 * plan.training_evaluations
+    assert plan.peak_latents_per_process == 8
+    best = make_plan(recipes.load("pico", ["objective={name: sft}", *changes]))
+    assert best.training_evaluations == 2 * 1 * 3
+
+
+def test_low_precision_takes_the_old_velocity_of_transitions_again():
+    for dtype, passes in (("fp32", 0), ("bf16", 1)):
+        plan = make_plan(recipes.load("pico", [f"model.dtype={dtype}"]))
+        assert plan.rescoring_evaluations == passes * plan.training_evaluations
+        assert make_plan(recipes.load("pico-nft", [f"model.dtype={dtype}"])).rescoring_evaluations == 0
+
+
+@pytest.mark.parametrize(("processes", "batches"), [(1, 32), (2, 16), (4, 8)])
+def test_micro_batches_of_whole_groups_hold_more_groups_on_more_processes(processes, batches):
+    changes = ["run.micro_batch=12", "rollout.groups=8"]
+    assert make_plan(recipes.load("pico-dgpo", changes), processes).micro_batches_per_process == batches

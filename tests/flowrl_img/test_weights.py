@@ -137,7 +137,9 @@ def rule(after: str, **decay) -> FollowConfig:
 def test_old_and_trust_follow_their_own_schedules_and_the_average_its_own(network, kind):
     """One update with decay d: old = d old + (1 - d) new, exactly, and no set disturbs another."""
     config = following(
-        kind=kind, old=rule("rollout", name="constant", decay=0.75), trust=rule("update", name="linear", rate=0.1, limit=0.3)
+        kind=kind,
+        old=rule("rollout", name="constant", decay=0.75),
+        trust=rule("update", name="linear", rate=0.1, limit=0.3),
     )
     weights = WeightSets(network, config, SD3.lora_targets, seed=0, keep=("old", "trust"))
     start = [p.detach().clone() for p in weights.trainable.values()]

@@ -50,7 +50,9 @@ SIGMAS = flow_match_sigmas(10)
 TABLE = FlowSDE(0.7).coefficients(SIGMAS)
 
 
-def batch(objective: Any, units: int = 3, seed: int = 0, spread: float = 0.05, shape: tuple[int, ...] = (4, 4, 4)) -> Batch:
+def batch(
+    objective: Any, units: int = 3, seed: int = 0, spread: float = 0.05, shape: tuple[int, ...] = (4, 4, 4)
+) -> Batch:
     """Other sets' velocities and the current one ("v") lie `spread` apart; a unit of kind "group" is at one time."""
     generator = torch.Generator().manual_seed(seed)
     count = units * UNIT_ROWS

@@ -75,7 +75,9 @@ def test_beta_multiplies_the_loss_of_the_paper_and_not_the_published_one():
     torch.testing.assert_close(losses[0], 50 * losses[1])
 
 
-@pytest.mark.parametrize(("A", "gap", "stopped"), [(1.0, 0.3, True), (1.0, -0.3, False), (-1.0, 0.3, False), (-1.0, -0.3, True)])
+@pytest.mark.parametrize(
+    ("A", "gap", "stopped"), [(1.0, 0.3, True), (1.0, -0.3, False), (-1.0, 0.3, False), (-1.0, -0.3, True)]
+)
 def test_the_trust_clip_stops_only_what_has_already_moved_its_way(A, gap, stopped):
     """gap: e2_old - e2, positive where the picture is already matched better than by the old weights."""
     x0 = eps = torch.zeros(1, 2, 2, dtype=F64)

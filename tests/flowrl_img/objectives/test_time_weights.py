@@ -30,9 +30,7 @@ def moments_of(objective, case, trained=9):
 def test_published_guard_loss_and_gradient_are_met(golden, name):
     case = golden("guard", name)
     s = case.scalars
-    objective = FlowGRPO(
-        s["clip_range"], s["beta"], kl_form="published", ratio="guard", time_weight="inverse_dt"
-    )
+    objective = FlowGRPO(s["clip_range"], s["beta"], kl_form="published", ratio="guard", time_weight="inverse_dt")
     moments, v = moments_of(objective, case)
     loss, metrics = objective(moments, case["advantages"].double().clamp(-5, 5))
     loss.mean().backward()
