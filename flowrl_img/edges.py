@@ -65,9 +65,7 @@ def forked_edges(found: Forked, table: StepTable, first_leaf: int) -> Edges:
         at_v.append(k * trunks + own)
         leaf.append(first_leaf + (own * len(steps) + k) * branches + lane % branches)
         count += trunks * (1 + branches)
-        mean = float(table.A[step]) * anchor.x_t + float(table.B[step]) * anchor.v
-        z = (anchor.x_s - mean.unsqueeze(1)).flatten(0, 1) / float(table.std[step])
-        residuals.append(z.square().flatten(1).mean(1))
+        residuals.append(anchor.e2.flatten() / float(table.std[step]) ** 2)
     return Edges(
         states=torch.cat(states),
         at_t=torch.cat(at_t),

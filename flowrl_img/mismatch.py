@@ -75,8 +75,8 @@ class FirstUpdate:
         if ratio > limit:
             raise RolloutMismatchError(
                 f"rollout/train mismatch: |ratio - 1| is {ratio:.2e} before the first update, the limit is "
-                f"{limit:.0e}. The recomputed velocity differs from the one stored by the rollout: check dropout, precision and "
-                "conditioning"
+                f"{limit:.0e}. The recomputed velocity differs from the one stored by the rollout: check dropout, "
+                "precision and conditioning"
             )
         limit = LOW_PRECISION_RESIDUAL_LIMIT if self.low_precision else RESIDUAL_LIMIT
         if residual > limit:

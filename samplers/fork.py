@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from flowrl_img.kernels.logprob import DeterministicStepError
+from flowrl_img.kernels.step import ode_step, sde_step
 from flowrl_img.samplers.loop import EULER
-from flowrl_img.samplers.steps.table import StepRule, check_sigmas
+from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
 
 __all__ = ["Anchor", "Forked", "LanedVelocity", "fork", "fork_calls"]
 
@@ -33,6 +34,8 @@ class Anchor:
     """[B, ...] their velocities."""
     x_s: Tensor
     """[B, K, ...] successors."""
+    e2: Tensor
+    """[B, K] mean (x_s - A x_t - B v)^2 at the stored successors."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,26 @@ def fork(
         v = velocity(x, lane, i, sigma)
         if v.shape != x.shape:
             raise ValueError(f"velocity at step {i} has shape {tuple(v.shape)}, the states have {tuple(x.shape)}")
-        moved = float(calm.A[i]) * x + float(calm.B[i]) * v.to(x.dtype)
+        row = calm.rows(torch.full((len(x),), i))
+        moved = ode_step(x, v, row.A, row.B)
         alive = moved[len(walking) :]
         if i in steps:
-            v_t = v[: len(walking)]
-            mean = float(random.A[i]) * trunk + float(random.B[i]) * v_t.to(trunk.dtype)
-            x_s = mean.unsqueeze(1) + float(random.std[i]) * noise(i).to(mean.dtype)
-            kept[i] = Anchor(trunk, v_t, x_s)
-            alive, lanes = torch.cat([alive, x_s.flatten(0, 1)]), torch.cat([lanes, own.repeat_interleave(branches)])
+            kept[i] = _anchor(random, i, trunk, v[: len(walking)], noise(i))
+            alive = torch.cat([alive, kept[i].x_s.flatten(0, 1)])
+            lanes = torch.cat([lanes, own.repeat_interleave(branches)])
         trunk = moved[: len(walking)]
     finished = alive.unflatten(0, (len(steps), len(x_1), branches))
     return Forked(kept, dict(zip(steps, finished, strict=True)))
+
+
+def _anchor(table: StepTable, step: int, x_t: Tensor, v: Tensor, z: Tensor) -> Anchor:
+    """Noisy successors of the states x_t, one for each noise z [B, K, ...]."""
+    size = z.shape[:2]
+    if z.shape[2:] != x_t.shape[1:] or size[0] != len(x_t):
+        raise ValueError(
+            f"noise of step {step} is {tuple(z.shape)}, the states are {tuple(x_t.shape)}: give [B, K, ...]"
+        )
+    row = table.rows(torch.full((size[0] * size[1],), step))
+    x, w = (x.repeat_interleave(size[1], 0) for x in (x_t, v))
+    x_s, e2 = sde_step(x, w, z.flatten(0, 1), row.A, row.B, row.std)
+    return Anchor(x_t, v, x_s.unflatten(0, size), e2.unflatten(0, size))
