@@ -118,7 +118,7 @@ def embed(net: Any, tokenizer: Any, pixels: Tensor, captions: list[str]) -> tupl
 
 
 def contrastive_loss(net: Any, tokenizer: Any, pixels: Tensor, captions: list[str], wrong: list[str]) -> Tensor:
-    """Pictures choose among all true and wrong captions, true captions among pictures; equal captions do not compete."""
+    """Pictures choose among true and wrong captions, true captions among pictures; equal captions do not compete."""
     pictures, texts = embed(net, tokenizer, pixels, [*captions, *wrong])
     logits = net.logit_scale.exp().clamp(max=100.0) * pictures @ texts.T
     here = torch.tensor([[a == b for b in [*captions, *wrong]] for a in captions])

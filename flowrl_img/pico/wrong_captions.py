@@ -1,6 +1,7 @@
 """Captions of the world with one attribute wrong: a shape, a colour, a count, a relation or a letter of a sign.
 
-The wrong caption is false of every scene that was drawn for the true one. Left out: captions that are wrong in two ways.
+The wrong caption is false of every scene that was drawn for the true one. Left out: captions that are wrong in two
+ways.
 """
 
 from __future__ import annotations
