@@ -1,7 +1,5 @@
 """Every algorithm on the one loop, with the tiny model: what it draws, evaluates, stores and updates."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -259,24 +257,26 @@ def test_several_rewards_are_combined_as_asked(tiny_trainer):
     torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-3, atol=0)
 
 
-def test_an_objective_in_a_file_of_ones_own_trains_by_its_path(tmp_path, monkeypatch, tiny_trainer):
+def test_an_objective_of_another_distribution_trains_by_its_name(tmp_path, monkeypatch, tiny_trainer):
     (tmp_path / "my_matching.py").write_text(
         "from dataclasses import dataclass\n"
         "from flowrl_img.needs import Needs\n\n\n"
         "@dataclass(frozen=True)\n"
         "class Weighted:\n"
         "    power: float = 1.0\n"
-        "    needs = Needs(points='matching', rollouts=('independent',), guided=False)\n"
-        "    penalties = {}\n\n"
+        "    needs = Needs(points='matching', rollouts=('independent',), guided=False)\n\n"
         "    def __call__(self, moments, advantage):\n"
         "        loss = advantage * moments.t ** self.power * moments.e2\n"
         "        return loss, {'policy_loss': loss.detach()}\n"
     )
+    facts = tmp_path / "my_matching-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: my-matching\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text("[flowrl_img.objectives]\nweighted = my_matching:Weighted\n")
     monkeypatch.syspath_prepend(tmp_path)
-    trainer = tiny_trainer(objective={"name": "my_matching:Weighted", "power": 2.0}, rewards=REWARD)
+    trainer = tiny_trainer(objective={"name": "weighted", "power": 2.0}, rewards=REWARD)
+    assert validate(trainer.config).training_evaluations == 8 * 3
     assert trainer.objective.power == 2.0
     before = [p.detach().clone() for p in trainer.parameters]
-    updates = list(trainer.run())
-    assert len(updates) == 4
+    assert len(list(trainer.run())) == 4
     assert not all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
-    assert dataclasses.is_dataclass(trainer.objective)
