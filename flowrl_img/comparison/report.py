@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.settings import Cell, cost_of_rollout
@@ -60,6 +59,8 @@ def interval(values: Sequence[float]) -> list[float] | None:
     """[mean, low, high] of a few independent values, 95 %, by Student's t; None of none, and no width of one."""
     if not values:
         return None
+    from scipy import stats
+
     mean = float(np.mean(values))
     if len(values) == 1:
         return [mean, float("nan"), float("nan")]

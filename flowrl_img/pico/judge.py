@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl_img.pico import architecture
-from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.pico.pool import MIX, rich_caption
+from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world.render import render
 from flowrl_img.world.scenes import SIZE, scene_for
 from flowrl_img.world.splits import prompts_of, random_text

@@ -32,9 +32,12 @@ def test_published_recipes_do_the_same_on_one_process_and_on_eight(name):
         (["objective={name: nft}", "matching.times={name: gird}"], "did you mean 'grid'?"),
         (["objective={name: nft}", "weights.old.decay={name: coppy}"], "weights.old.decay: no decay is called 'coppy'"),
         (["objective={name: dgpo}", "run.micro_batch=8"], "scores a group of 12 pictures at once"),
-        (["objective={name: dgpo}", "run.updates_per_rollout=3"], "use rollout.groups = 6 or 9"),
+        (["objective={name: dgpo}", "rollout.groups=8", "run.updates_per_rollout=3"], "use rollout.groups = 6 or 9"),
         (["rollout.kind=anchor_fork", "rollout.group_size=8"], "use rollout.group_size = 6 or 12"),
-        (["rollout.kind=anchor_fork", "rollout.groups=3", "rollout.group_size=6"], "rollout.groups = 2 or 4"),
+        (
+            ["rollout.kind=anchor_fork", "rollout.groups=3", "rollout.group_size=6", "run.updates_per_rollout=2"],
+            "rollout.groups = 2 or 4",
+        ),
     ],
 )
 def test_what_an_objective_does_not_go_with_is_told_with_the_way_out(changes, expected):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flowrl_img.pico import architecture, judge
-from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.pico.judge import JUDGES, build, contrastive_loss, pixels_of, preferences, save, scenes, train_judge
+from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world import TASKS, prompts_of
 
 TINY = dataclasses.replace(JUDGES["reward"], steps=3, batch=4, wrong=1)
