@@ -1,7 +1,7 @@
 """Checkpoints: safetensors and JSON, written whole or not at all, and nothing is ever unpickled.
 
 checkpoint-000120/
-    manifest.json        counters and the list of tensors; written last
+    manifest.json        counters, rewards remembered per prompt, and the list of tensors; written last
     state.safetensors    trained weights, other weight sets, optimizer moments
     adapter/             what stock diffusers loads (averaged weights where there is an average)
 """
@@ -34,7 +34,10 @@ def save_checkpoint(folder: Path, trainer: Any) -> Path:
     state = _tensors(trainer)
     save_file(state, partial / "state.safetensors")
     export(partial / "adapter", trainer.model, trainer.weights)
-    manifest = {"update": trainer.update, "rollout": trainer.rollout, "tensors": sorted(state)}
+    histories = {name: history.rewards for name, history in trainer.histories.items()}
+    manifest = {
+        "update": trainer.update, "rollout": trainer.rollout, "histories": histories, "tensors": sorted(state),
+    }  # fmt: skip
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if final.exists():
         shutil.rmtree(final)
@@ -107,6 +110,11 @@ def load_checkpoint(folder: Path, trainer: Any) -> None:
     manifest = json.loads((source / MANIFEST).read_text())
     state = load_file(source / "state.safetensors")
     _check(set(state), set(manifest["tensors"]))
+    if set(manifest["histories"]) != set(trainer.histories):
+        raise ValueError(
+            f"the checkpoint remembers rewards for {sorted(manifest['histories'])}, this run for "
+            f"{sorted(trainer.histories)}; use the advantage section it was made with"
+        )
     weights = trainer.weights
     current = {f"current.{n}" for n in weights.trainable}
     sets = {f"{label}.{n}" for label in weights.sets for n in weights.trainable}
@@ -124,6 +132,8 @@ def load_checkpoint(folder: Path, trainer: Any) -> None:
                     key: value if key == "step" else value.to(parameter.device) for key, value in found.items()
                 }
     trainer.update, trainer.rollout = manifest["update"], manifest["rollout"]
+    for name, history in trainer.histories.items():
+        history.rewards = manifest["histories"][name]
 
 
 def _check(found: set[str], wanted: set[str], subset: bool = False) -> None:

@@ -90,8 +90,10 @@ def list_recipes() -> None:
     with reported():
         from flowrl_img import recipes
 
-        for name in recipes.names():
-            typer.echo(f"{name:<16}{recipes.describe(name)}")
+        names = recipes.names()
+        width = max(map(len, names)) + 2
+        for name in names:
+            typer.echo(f"{name:<{width}}{recipes.describe(name)}")
 
 
 @recipes_app.command("show")

@@ -16,7 +16,10 @@ __all__ = [
     "Config",
     "EmaConfig",
     "EvaluationConfig",
+    "FollowConfig",
+    "HistoryConfig",
     "LoraConfig",
+    "MatchingConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PartConfig",
@@ -66,12 +69,21 @@ class LoraConfig(Section):
 
 
 class EmaConfig(Section):
+    """The average that is evaluated and saved."""
+
     decay: float = Field(0.9, ge=0, lt=1, description="upper bound; early updates use (1 + s) / (10 + s)")
     every: int = Field(1, gt=0, description="optimizer updates between two averages")
 
 
+class FollowConfig(Section):
+    """How a set of weights follows the trained ones; kept only where the objective or the rollout reads it."""
+
+    decay: PartConfig = Field(PartConfig(name="copy"), description="decay schedule plug-in and its fields")
+    after: Literal["rollout", "update"] = Field("rollout", description="when it follows: after each rollout or update")
+
+
 class WeightsConfig(Section):
-    """What is trained, and the average of it that is evaluated."""
+    """What is trained, and the sets of weights beside it."""
 
     kind: Literal["lora", "full"] = Field("lora", description="adapters, or every weight with a frozen reference copy")
     lora: LoraConfig = LoraConfig()
@@ -79,6 +91,12 @@ class WeightsConfig(Section):
         (), description="full: train the weights whose name contains one of these; empty: all"
     )
     ema: EmaConfig | None = Field(EmaConfig(), description="null: evaluate and save the trained weights themselves")
+    old: FollowConfig = Field(
+        FollowConfig(), description="the old policy: by default, the weights that drew the rollout"
+    )
+    trust: FollowConfig = Field(
+        FollowConfig(decay=PartConfig(name="linear", limit=0.3)), description="the centre of AWM's trust region"
+    )
 
 
 class PromptsConfig(Section):
@@ -156,8 +174,12 @@ class TailConfig(Section):
 class RolloutConfig(Section):
     """How the group samples are drawn."""
 
+    kind: Literal["independent", "anchor_fork"] = Field(
+        "independent", description="anchor_fork: each path forks at every stochastic step; each successor is a picture"
+    )
     groups: int = Field(8, gt=0, description="prompts per rollout, over all processes")
-    group_size: int = Field(12, gt=1, description="images per prompt")
+    group_size: int = Field(12, gt=1, description="images per prompt; with anchor_fork: per prompt and step")
+    branches: int = Field(6, gt=1, description="anchor_fork: successors of each state, the pictures that are compared")
     steps: int = Field(10, gt=0, description="denoising steps")
     guidance: float = Field(1.0, ge=0, description="CFG scale; 1 runs the network once per step")
     step: PartConfig = Field(PartConfig(name="flow_sde"), description="step rule plug-in and its fields")
@@ -168,13 +190,38 @@ class RolloutConfig(Section):
     )
     batch: int = Field(32, gt=0, description="images sampled at once in each process")
     shared_noise: bool = Field(False, description="one initial noise for a whole group")
+    policy: Literal["current", "old", "trust", "ema"] = Field("current", description="weights that draw the rollouts")
+    policy_from: int = Field(0, ge=0, description="updates after which `policy` draws; the current weights until then")
+
+
+class MatchingConfig(Section):
+    """How clean samples are noised again, for objectives that train on them."""
+
+    times: PartConfig = Field(PartConfig(name="grid"), description="time law plug-in and its fields")
+    share: Literal["sample", "group", "rollout"] | None = Field(
+        None, description="who gets the same times; null: each sample its own, or a group where the objective asks"
+    )
+
+
+class HistoryConfig(Section):
+    """Running statistics per prompt, for `baseline: history`."""
+
+    size: int = Field(32, gt=0, description="rewards of a prompt that are kept")
+    min_count: int = Field(16, gt=0, description="until a prompt has so many, those of the rollout stand in")
 
 
 class AdvantageConfig(Section):
-    scale: Literal["group", "global", "none"] = Field(
-        "group", description="spread that a group's rewards are divided by"
+    aggregate: Literal["sum", "advantage_sum", "gdpo"] = Field(
+        "sum", description="several rewards: advantage of the sum, sum of the advantages, or that sum standardised"
+    )
+    baseline: Literal["group", "leave_one_out", "history", "none"] = Field(
+        "group", description="what a reward is compared with"
+    )
+    scale: Literal["group", "global", "none", "sign"] = Field(
+        "group", description="spread that a group's rewards are divided by; sign: +1 or -1 in place of a spread"
     )
     eps: float = Field(1e-4, ge=0, description="added to the spread")
+    history: HistoryConfig = HistoryConfig()
     clip: float = Field(5.0, gt=0, description="advantages are cut at this absolute value")
 
 
@@ -226,6 +273,7 @@ class Config(Section):
     rewards: tuple[RewardConfig, ...] = Field((RewardConfig(name="geneval"),), description="summed by weight")
     report_rewards: tuple[RewardConfig, ...] = Field((), description="held-out rewards: reported, never trained on")
     rollout: RolloutConfig = RolloutConfig()
+    matching: MatchingConfig = MatchingConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     objective: PartConfig = Field(PartConfig(name="flow_grpo"), description="objective plug-in and its fields")
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -9,6 +9,14 @@ from flowrl_img.config import Config
 
 __all__ = ["Live"]
 
+# What else a line says, where the objective measures it.
+SHOWN = {
+    "max_ratio_error": "max|ratio-1| {:.1e}",
+    "clipped": "clipped {:4.0%}",
+    "matching_error": "error {:.4f}",
+    "kl": "kl {:.2e}",
+}
+
 
 class Live:
     """A rich progress bar on a terminal, plain lines elsewhere; silent where `enabled` is false."""
@@ -53,12 +61,9 @@ class Live:
             f"rollout {update.rollout:4d}",
             f"reward {metrics['reward']:.4f}",
             f"loss {metrics['loss']:+.3e}",
-            f"max|ratio-1| {metrics['max_ratio_error']:.1e}",
-            f"clipped {100 * metrics['clipped']:3.0f} %",
             f"grad {metrics['grad_norm']:.2e}",
         ]
-        if "kl" in metrics:
-            parts.append(f"kl {metrics['kl']:.2e}")
+        parts += [text.format(metrics[name]) for name, text in SHOWN.items() if name in metrics]
         self.say("  ".join(parts))
         self.bar.update(self.whole, completed=self._done(update))
 

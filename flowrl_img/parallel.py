@@ -37,6 +37,10 @@ class Processes:
         bounds = [k * len(items) // self.count for k in range(self.count + 1)]
         return list(items[bounds[self.rank] : bounds[self.rank + 1]])
 
+    def deal(self, items: Sequence[T]) -> list[T]:
+        """This rank's share, dealt in turn, so that neighbours (the pictures of a group) are spread over all ranks."""
+        return list(items[self.rank :: self.count])
+
     def gather_by_id(self, ids: Sequence[str], *columns: Tensor) -> dict[str, list[Any]]:
         """One row of numbers per id, of all ranks."""
         rows = {
@@ -72,6 +76,14 @@ class Processes:
 
     def sum(self, value: float) -> float:
         return self._reduce(value, "SUM")
+
+    def sum_tensor(self, value: Tensor) -> Tensor:
+        """Sum over ranks of a float64 tensor that every rank has in the same shape."""
+        if self.count == 1:
+            return value
+        total = value.to(self.device, torch.float64)
+        torch.distributed.all_reduce(total)
+        return total.to(value.device)
 
     def max(self, value: float) -> float:
         return self._reduce(value, "MAX")

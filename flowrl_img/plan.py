@@ -7,12 +7,13 @@ that name the nearest values that work. Left out: seconds and bytes, which depen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flowrl_img import plugins
 from flowrl_img.config import Config
+from flowrl_img.geometry import forked, paths_of, size_problems
+from flowrl_img.needs import Needs
 from flowrl_img.window import candidates, window_problems, window_size
 
 if TYPE_CHECKING:
@@ -35,22 +36,26 @@ class Plan:
     """pictures per rollout"""
     images_per_process: int
     trained_steps: int
-    """stochastic steps of each picture's path that are trained on"""
+    """stochastic steps of each path that are trained on, or times at which each picture is noised again"""
     steps: int
     rollouts: int | None
     updates_per_rollout: int
     updates: int | None
     images_per_update: int
     points_per_update: int
-    """(picture, step) points behind one optimizer update"""
+    """(picture, step or time) points behind one optimizer update"""
     micro_batches_per_process: int
     """forward-backward passes of each process for one update"""
     sampling_evaluations: int
     """per rollout, no gradient; at most, where a tail follows a moving window"""
     training_evaluations: int
-    """per rollout, with gradient, each trained point once"""
+    """per rollout, with gradient, each trained state once"""
     reference_evaluations: int
     """per rollout, no gradient, of the frozen network"""
+    policy_evaluations: int
+    """per rollout, no gradient, of the old and trust weights at trained states"""
+    rescoring_evaluations: int
+    """per rollout, no gradient, of the rollout's weights in the training layout: low precision alone"""
     heldout_evaluations: int
     """per held-out evaluation"""
     heldout_pictures: int
@@ -66,8 +71,13 @@ class Plan:
         """Network evaluations of the whole run."""
         if self.rollouts is None or self.heldout_rounds is None:
             return None
-        rollout = self.sampling_evaluations + self.training_evaluations + self.reference_evaluations
-        return self.rollouts * rollout + self.heldout_rounds * self.heldout_evaluations
+        return self.rollouts * self.rollout_evaluations + self.heldout_rounds * self.heldout_evaluations
+
+    @property
+    def rollout_evaluations(self) -> int:
+        """Network evaluations of one rollout and its updates."""
+        without_gradient = self.reference_evaluations + self.policy_evaluations + self.rescoring_evaluations
+        return self.sampling_evaluations + self.training_evaluations + without_gradient
 
     def rows(self) -> list[tuple[str, str]]:
         """The plan as (what, how much) lines."""
@@ -77,13 +87,14 @@ class Plan:
             ("rollouts", _count(self.rollouts)),
             ("groups per rollout", f"{self.groups} prompts x {self.group_size} pictures = {self.images:,} pictures"),
             ("per process", f"{self.images_per_process:,} pictures in each of {self.num_processes}"),
-            ("trained steps", f"{self.trained_steps} of {self.steps}"),
+            ("trained", f"{self.trained_steps} steps or times per path of {self.steps} steps"),
             ("updates", f"{self.updates_per_rollout} per rollout, {_count(self.updates)} in all"),
             ("per update", f"{update}, {self.micro_batches_per_process} micro-batches per process"),
             ("policy", _policy(self.updates_per_rollout)),
             ("network, sampling", f"{self.sampling_evaluations:,} evaluations per rollout"),
             ("network, training", f"{self.training_evaluations:,} forward and backward per rollout"),
             ("network, reference", f"{self.reference_evaluations:,} per rollout"),
+            *_further(self),
             ("held-out", f"{heldout}, {_times(self)}"),
             ("network, whole run", _count(self.evaluations)),
             ("held at once", _peaks(self)),
@@ -99,56 +110,129 @@ class Plan:
         return table
 
 
-def make_plan(config: Config, num_processes: int = 1, needs: Collection[str] | None = None) -> Plan:
+def make_plan(config: Config, num_processes: int = 1, needs: Needs | None = None) -> Plan:
     """The plan of `config` on `num_processes`. Raises ValueError naming every group of sizes that do not go together.
 
-    needs: the weight sets that the objective reads; None asks the objective itself, which imports torch.
+    needs: of the objective; None asks the objective itself, which imports torch.
     """
-    _check(config, num_processes)
     if needs is None:
         needs = plugins.build("objectives", config.objective.section(), where="objective").needs
-    rollout, run = config.rollout, config.run
-    images = rollout.groups * rollout.group_size
-    share = images // num_processes
-    trained = window_size(rollout.window, rollout.steps)
-    passes = 1 if rollout.guidance == 1 else 2
-    points = images * trained
+    _check(config, num_processes, needs)
+    rollout, run, evaluation = config.rollout, config.run, config.evaluation
+    paths, steps, work = paths_of(config), _trained_steps(config, needs), _work(config, needs)
+    images = paths * (steps * rollout.branches if forked(config) else 1)
     updates = None if run.rollouts is None else run.rollouts * run.updates_per_rollout
-    evaluation = config.evaluation
     heldout = evaluation.pictures * _evaluation_calls(config) * (1 if evaluation.guidance == 1 else 2)
+    share = images // num_processes
     return Plan(
         num_processes=num_processes,
         groups=rollout.groups,
         group_size=rollout.group_size,
         images=images,
         images_per_process=share,
-        trained_steps=trained,
+        trained_steps=steps,
         steps=rollout.steps,
         rollouts=run.rollouts,
         updates_per_rollout=run.updates_per_rollout,
         updates=updates,
         images_per_update=images // run.updates_per_rollout,
-        points_per_update=points // run.updates_per_rollout,
-        micro_batches_per_process=math.ceil(points // run.updates_per_rollout // num_processes / run.micro_batch),
-        sampling_evaluations=images * _sampling_calls(config) * passes,
-        training_evaluations=points * passes,
-        reference_evaluations=points * passes if "reference" in needs else 0,
+        points_per_update=work.points // run.updates_per_rollout,
+        micro_batches_per_process=_micro_batches(config, needs, num_processes, work),
+        sampling_evaluations=paths * _sampling_calls(config, needs) * _passes(rollout.guidance),
+        training_evaluations=work.states * work.passes,
+        reference_evaluations=work.states * work.reference_passes,
+        policy_evaluations=work.states * work.passes * work.stored_sets,
+        rescoring_evaluations=work.states * work.passes if _rescores(config, needs) else 0,
         heldout_evaluations=heldout,
         heldout_pictures=evaluation.pictures,
         heldout_rounds=_rounds(updates, evaluation.every),
         peak_decoded_per_process=min(share, rollout.batch),
-        peak_latents_per_process=share * (2 * trained + 2),
+        peak_latents_per_process=_latents(config, needs, steps) // num_processes,
     )
 
 
-def _sampling_calls(config: Config) -> int:
-    """Network calls that draw one picture of a rollout, guidance aside."""
+@dataclass(frozen=True)
+class _Work:
+    """One rollout's updates: scored points, evaluated states, and the passes of the network at each state."""
+
+    points: int
+    states: int
+    passes: int
+    reference_passes: int
+    stored_sets: int
+
+
+def _work(config: Config, needs: Needs) -> _Work:
+    rollout, steps, paths = config.rollout, _trained_steps(config, needs), paths_of(config)
+    reference = needs.reference_guidance if not needs.guided else rollout.guidance
+    passes = _passes(rollout.guidance) if needs.guided else 1
+    reference_passes = _passes(reference) if "reference" in needs.velocities else 0
+    if not needs.matching:
+        stored = "trust" in needs.velocities
+        branches = rollout.branches if forked(config) else 1
+        return _Work(paths * steps * branches, paths * steps, passes, reference_passes, int(stored))
+    states = rollout.groups * needs.trained_of(rollout.group_size) * steps
+    return _Work(states, states, passes, reference_passes, len({"old", "trust"} & set(needs.velocities)))
+
+
+def _passes(guidance: float) -> int:
+    return 1 if guidance == 1 else 2
+
+
+def _trained_steps(config: Config, needs: Needs) -> int:
+    """Trained steps of a path, or times of a picture."""
+    if not needs.matching:
+        return window_size(config.rollout.window, config.rollout.steps)
     from flowrl_img import sampling
 
+    law = sampling.times_of(config, needs)
+    assert law is not None
+    return law.num_times(config.rollout.steps)
+
+
+def _rescores(config: Config, needs: Needs) -> bool:
+    """In low precision the old velocity of a transition is taken again in the training layout."""
+    return not needs.matching and config.model.dtype != "fp32"
+
+
+def _micro_batches(config: Config, needs: Needs, num_processes: int, work: _Work) -> int:
+    """Forward and backward passes of each process for one update."""
+    size, updates = config.run.micro_batch, config.run.updates_per_rollout
+    states = work.states // updates
+    if needs.unit == "group":
+        rows = needs.trained_of(config.rollout.group_size)
+        fit = max(1, size * num_processes // rows)
+        groups = config.rollout.groups // updates
+        return math.ceil(groups / fit) * (states // (groups * rows))
+    if needs.unit == "sample":
+        times = _trained_steps(config, needs)
+        size = max(1, size // times) * times
+    return math.ceil(states // num_processes / size)
+
+
+def _latents(config: Config, needs: Needs, steps: int) -> int:
+    """Latents held between rollout and update: states and velocities of the trained steps, and x0 of every picture."""
+    paths = paths_of(config)
+    if needs.matching:
+        return paths
+    if forked(config):
+        return paths * steps * (2 + 2 * config.rollout.branches)
+    return paths * (2 * steps + 2)
+
+
+def _sampling_calls(config: Config, needs: Needs) -> int:
+    """Network calls that walk one path of a rollout, its forks included, guidance aside; at most."""
+    from flowrl_img import sampling
+    from flowrl_img.samplers.fork import fork_calls
+
     rollout = config.rollout
-    if rollout.solver is not None:
-        solver = plugins.build("solvers", rollout.solver.section(), where="rollout.solver")
+    solver = sampling.solver_of(config, needs)
+    if solver is not None:
         return sampling.network_calls(solver, rollout.steps)
+    if forked(config):
+        size, possible = window_size(rollout.window, rollout.steps), candidates(rollout.window, rollout.steps)
+        starts = range(len(possible) - size + 1)
+        return max(fork_calls(rollout.steps, possible[k : k + size], rollout.branches) for k in starts)
     tail = sampling.tail_of(config)
     if tail is None:
         return rollout.steps
@@ -163,45 +247,13 @@ def _evaluation_calls(config: Config) -> int:
     return sampling.network_calls(sampling.evaluation_solver_of(config), config.evaluation.steps)
 
 
-def _check(config: Config, num_processes: int) -> None:
+def _check(config: Config, num_processes: int, needs: Needs) -> None:
     if num_processes < 1:
         raise ValueError(f"num_processes = {num_processes}: must be at least 1")
-    window = window_problems(config.rollout.window, config.rollout.steps)
-    problems = [*window, *_division_problems(config, num_processes)]
+    window = [] if needs.matching else window_problems(config.rollout.window, config.rollout.steps)
+    problems = [*window, *size_problems(config, num_processes, needs)]
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def _division_problems(config: Config, num_processes: int) -> list[str]:
-    """Every update takes equally many pictures of every process."""
-    groups, size, updates = config.rollout.groups, config.rollout.group_size, config.run.updates_per_rollout
-    images, shares = groups * size, num_processes * updates
-    if images % shares == 0:
-        return []
-    by_updates = [n for n in range(1, images + 1) if images % (num_processes * n) == 0]
-    ways = [
-        f"rollout.groups = {_either(_nearest(groups, lambda n: n * size % shares == 0))}",
-        f"rollout.group_size = {_either(_nearest(size, lambda n: n > 1 and groups * n % shares == 0))}",
-    ]
-    if by_updates:
-        closest = sorted(by_updates, key=lambda n: (abs(n - updates), n))[:2]
-        ways.append(f"run.updates_per_rollout = {_either(sorted(closest))}")
-    return [
-        f"rollout.groups x rollout.group_size = {groups} x {size} = {images} pictures do not divide into "
-        f"run.updates_per_rollout x processes = {updates} x {num_processes} = {shares} equal shares; "
-        f"nearest valid: {'; or '.join(ways)}"
-    ]
-
-
-def _nearest(value: int, valid: Callable[[int], bool]) -> list[int]:
-    """The closest valid number below and above."""
-    below = next((n for n in range(value - 1, 0, -1) if valid(n)), None)
-    above = next(n for n in range(value + 1, value + 10**7) if valid(n))
-    return [n for n in (below, above) if n is not None]
-
-
-def _either(numbers: list[int]) -> str:
-    return " or ".join(str(n) for n in numbers)
 
 
 def _rounds(updates: int | None, every: int | None) -> int | None:
@@ -213,6 +265,12 @@ def _rounds(updates: int | None, every: int | None) -> int | None:
 
 def _count(number: int | None) -> str:
     return "open (ends by run.minutes)" if number is None else f"{number:,}"
+
+
+def _further(plan: Plan) -> list[tuple[str, str]]:
+    """Evaluations that only some objectives and precisions take."""
+    rows = {"network, old weights": plan.policy_evaluations, "network, training layout": plan.rescoring_evaluations}
+    return [(what, f"{count:,} per rollout") for what, count in rows.items() if count]
 
 
 def _times(plan: Plan) -> str:

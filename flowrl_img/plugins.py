@@ -1,8 +1,9 @@
-"""Names to objects: one rule for objectives, step rules, solvers, models, rewards and detectors, with no list to edit.
+"""Names to objects: one rule for objectives, samplers, schedules, models, rewards, detectors, with no list to edit.
 
-A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else the built-in module
-of that name, which exports (in `__all__`) one object whose `name` is the module's own. The parameters of that object
-are its config section, and their annotations say which values are allowed. A leaf of the house: every room may use it.
+A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else a built-in: the
+module of that name, which exports (in `__all__`) one object whose `name` is the module's own; kinds of a few lines each
+(times, decays) share one module, and their objects go by their `name`. The parameters of an object are its config
+section, and their annotations say which values are allowed. A leaf of the house: every room may use it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ PACKAGES: Mapping[str, str] = {
     "objectives": "flowrl_img.objectives",
     "steps": "flowrl_img.samplers.steps",
     "solvers": "flowrl_img.samplers.solvers",
+    "times": "flowrl_img.samplers.times",
+    "decays": "flowrl_img.decays",
     "models": "flowrl_img.models",
     "rewards": "flowrl_img.rewards",
     "detectors": "flowrl_img.rewards.detectors",
@@ -139,14 +142,22 @@ def _converted(value: Any, hint: Any, where: str) -> Any:
 
 
 def _module_names(kind: str) -> list[str]:
-    return [info.name for info in pkgutil.iter_modules(importlib.import_module(PACKAGES[kind]).__path__)]
+    """Modules of the kind's package, or the names in its one module."""
+    home = importlib.import_module(PACKAGES[kind])
+    if not hasattr(home, "__path__"):
+        return [name for found in _exported(home) if (name := getattr(found, "name", None))]
+    return [info.name for info in pkgutil.iter_modules(home.__path__)]
 
 
 def _builtin(kind: str, name: str) -> Any:
-    """What the module `name` exports under its own name; None for a module that only helps others."""
-    module = importlib.import_module(f"{PACKAGES[kind]}.{name}")
-    exported = [getattr(module, key) for key in getattr(module, "__all__", ())]
-    return next((found for found in exported if getattr(found, "name", None) == name), None)
+    """What the kind's module exports under this name; None for a module that only helps others."""
+    home = importlib.import_module(PACKAGES[kind])
+    module = importlib.import_module(f"{PACKAGES[kind]}.{name}") if hasattr(home, "__path__") else home
+    return next((found for found in _exported(module) if getattr(found, "name", None) == name), None)
+
+
+def _exported(module: Any) -> list[Any]:
+    return [getattr(module, key) for key in getattr(module, "__all__", ())]
 
 
 def _from_path(module: str, attribute: str, where: str) -> Any:

@@ -16,15 +16,16 @@ from torch import Tensor
 
 from flowrl_img import seeds
 from flowrl_img.blend import Blend
+from flowrl_img.edges import join, walk_edges
 from flowrl_img.guidance import guided
-from flowrl_img.samplers.loop import Trajectory, sample
+from flowrl_img.samplers.loop import sample
 from flowrl_img.samplers.solve import solve
 from flowrl_img.samplers.solvers.euler import Euler
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.samplers.tail import FlashTail, sample_with_tail
 from flowrl_img.types import Edges, Leaves, PromptSet, Rollout, Sample
 
-__all__ = ["EULER", "draw", "generate", "roll", "root_keys"]
+__all__ = ["EULER", "ROOT_SEED", "SDE_SEED", "draw", "generate", "leaves_of", "roll", "root_keys"]
 
 Progress = Callable[[int], None]
 EULER = Euler()
@@ -54,12 +55,12 @@ def roll(
             walk = sample(chunk.velocity, chunk.start(), *steps, keep=stochastic)
         else:
             walk = sample_with_tail(chunk.velocity, chunk.start(), *steps, tail, keep=stochastic)
-        parts.append(_edges(walk, table, done, len(walk.x0)))
+        parts.append(walk_edges(walk, table, done, len(walk.x0)))
         done += len(walk.x0)
         latents.append(walk.x0)
         images.append(model.decode(walk.x0))
         progress(len(walk.x0))
-    return Rollout(_leaves(model, samples, images, latents), _join(parts), sigmas, table)
+    return Rollout(leaves_of(model, samples, images, latents), sigmas, join(parts), table, tuple(stochastic))
 
 
 @torch.no_grad()
@@ -74,7 +75,7 @@ def draw(
         latents.append(solve(chunk.velocity, chunk.start(), model.sigmas(num_steps), solver, chunk.noise))
         images.append(model.decode(latents[-1]))
         progress(len(latents[-1]))
-    return _leaves(model, samples, images, latents)
+    return leaves_of(model, samples, images, latents)
 
 
 @torch.no_grad()
@@ -145,56 +146,10 @@ def _chunks(
         yield _Chunk(model, chunk, [prompts.texts[s.prompt] for s in chunk], guidance, seed, shared_noise)
 
 
-def _leaves(model: Any, samples: Sequence[Sample], images: Sequence[Tensor], latents: Sequence[Tensor]) -> Leaves:
+def leaves_of(model: Any, samples: Sequence[Sample], images: Sequence[Tensor], latents: Sequence[Tensor]) -> Leaves:
     no_images, no_latents = torch.zeros(0, 3, model.resolution, model.resolution), torch.zeros(0, *model.latent_shape)
     return Leaves(
         tuple(samples),
         torch.cat([*images]) if images else no_images,
         torch.cat([*latents]) if latents else no_latents,
     )
-
-
-def _edges(walk: Trajectory, table: Any, first_leaf: int, rows: int) -> Edges:
-    """Edges of one chunk, step-major. A state that two kept steps share is stored once."""
-    states: list[Tensor] = []
-    at_t, at_s, residuals = [], [], []
-    for step, kept in sorted(walk.kept.items()):
-        if not states or states[-1] is not kept.x_t:
-            states.append(kept.x_t)
-        states.append(kept.x_s)
-        at_t.append(len(states) - 2)
-        at_s.append(len(states) - 1)
-        residuals.append(kept.e2 / float(table.std[step]) ** 2)
-    lane = torch.arange(rows)
-
-    def spread(places: list[int]) -> Tensor:
-        return torch.cat([place * rows + lane for place in places])
-
-    return Edges(
-        states=torch.cat(states),
-        at_t=spread(at_t),
-        at_s=spread(at_s),
-        leaf=(first_leaf + lane).repeat(len(walk.kept)),
-        step=torch.tensor(sorted(walk.kept)).repeat_interleave(rows),
-        v_old=torch.cat([walk.kept[step].v for step in sorted(walk.kept)]),
-        residual=torch.cat(residuals),
-    )
-
-
-def _join(parts: Sequence[Edges]) -> Edges:
-    """One process's edges, sorted by (sample, step)."""
-    offsets = torch.tensor([0, *[len(p.states) for p in parts]]).cumsum(0)
-    joined = Edges(
-        states=torch.cat([p.states for p in parts]),
-        at_t=torch.cat([p.at_t + o for p, o in zip(parts, offsets, strict=False)]),
-        at_s=torch.cat([p.at_s + o for p, o in zip(parts, offsets, strict=False)]),
-        leaf=torch.cat([p.leaf for p in parts]),
-        step=torch.cat([p.step for p in parts]),
-        v_old=torch.cat([p.v_old for p in parts]),
-        residual=torch.cat([p.residual for p in parts]),
-    )
-    order = torch.argsort(joined.leaf * (int(joined.step.max()) + 1) + joined.step)
-    return Edges(
-        joined.states, joined.at_t[order], joined.at_s[order], joined.leaf[order], joined.step[order],
-        joined.v_old[order.to(joined.v_old.device)], joined.residual[order.to(joined.residual.device)],
-    )  # fmt: skip

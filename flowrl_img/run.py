@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,71 +22,27 @@ import torch
 from flowrl_img import plugins, recipes
 from flowrl_img.attention import set_attention
 from flowrl_img.checkpoint import load_checkpoint, save_checkpoint
-from flowrl_img.config import Config, RewardConfig
+from flowrl_img.config import Config
 from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
+from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
-from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts
+from flowrl_img.parts import RunParts, assemble
+from flowrl_img.prompts import choose_evenly
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
-from flowrl_img.rewards import known_answers, registry
 from flowrl_img.rewards.score import InvalidScoreError
-from flowrl_img.sampling import evaluation_solver_of, solver_of, step_rule_of, tail_of
 from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
-from flowrl_img.types import PromptSet
-from flowrl_img.weights import WeightSets
-from flowrl_img.window import window_of
+from flowrl_img.weights import WeightSets, sets_of
 
-__all__ = ["Parts", "accelerator", "assemble", "load_model", "load_weights", "model_source", "run_training"]
+__all__ = ["accelerator", "load_model", "load_weights", "model_source", "run_training"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
 FAILED, INTERRUPTED = 1, 130
-
-
-@dataclass
-class Parts:
-    """Everything that can be built and checked without loading a model."""
-
-    train: PromptSet
-    held_out: PromptSet
-    reward: Any
-    report: dict[str, Any]
-    objective: Any
-    step_rule: Any
-    window: Any
-    tail: Any
-    solver: Any
-    evaluation_solver: Any
-
-
-def assemble(config: Config) -> Parts:
-    """Prompts, rewards, objective and sampler of a run. ValueError or FileNotFoundError tells what to change."""
-    train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
-    draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
-    reward = _mixture(config.rewards)
-    report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
-    for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
-        for scorer in (reward, *report.values()):
-            try:
-                scorer.validate(prompts.texts, prompts.metadata)
-            except ValueError as error:
-                raise ValueError(f"prompt file {name}: {error}") from error
-    for scorer in (reward, *report.values()):
-        known_answers.check(scorer)
-    objective = plugins.build("objectives", config.objective.section(), where="objective")
-    return Parts(
-        train, held_out, reward, report, objective, step_rule_of(config),
-        window_of(config.rollout.window, config.rollout.steps), tail_of(config), solver_of(config, objective),
-        evaluation_solver_of(config),
-    )  # fmt: skip
-
-
-def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
-    return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})
 
 
 def model_source(path: str) -> str:
@@ -121,9 +76,12 @@ def load_model(config: Config, device: torch.device) -> Any:
     return model
 
 
-def load_weights(config: Config, model: Any) -> WeightSets:
-    """The trainable weights on a loaded model."""
-    return WeightSets(model.network, config.weights, model.lora_targets, seed=key(config.run.seed, "adapter"))
+def load_weights(config: Config, model: Any, needs: Needs) -> WeightSets:
+    """The trainable weights on a loaded model, with the sets that the objective and the rollout read."""
+    return WeightSets(
+        model.network, config.weights, model.lora_targets, seed=key(config.run.seed, "adapter"),
+        keep=sets_of(config, needs),
+    )  # fmt: skip
 
 
 def run_training(config: Config) -> int:
@@ -183,7 +141,7 @@ def _versions() -> dict[str, str]:
 class _Run:
     """State of one run between its phases."""
 
-    def __init__(self, config: Config, parts: Parts, processes: Processes, folder: Path) -> None:
+    def __init__(self, config: Config, parts: RunParts, processes: Processes, folder: Path) -> None:
         self.config, self.parts, self.processes, self.folder = config, parts, processes, folder
         self.live = Live(config, enabled=processes.is_main)
         self.tracker = open_tracker(config, folder, enabled=processes.is_main)
@@ -195,7 +153,7 @@ class _Run:
         code, trainer = 0, None
         try:
             model = load_model(self.config, self.processes.device)
-            weights = load_weights(self.config, model)
+            weights = load_weights(self.config, model, self.parts.objective.needs)
             self.live.say(
                 f"{self.folder}: {weights.num_trainable:,} trainable parameters in {weights.touched_layers} layers, "
                 f"network {sum(p.numel() for p in model.network.parameters()):,}"
@@ -218,11 +176,9 @@ class _Run:
         return code
 
     def _trainer(self, model: Any, weights: WeightSets) -> Trainer:
-        parts = self.parts
         return Trainer(
-            self.config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window,
-            self.processes, progress=self.live.phase, warn=self.live.say, tail=parts.tail,
-        )  # fmt: skip
+            self.config, self.parts, model, weights, self.processes, progress=self.live.phase, warn=self.live.say
+        )
 
     def _updates(self, trainer: Trainer) -> None:
         every, save_every = self.config.evaluation.every, self.config.run.save_every

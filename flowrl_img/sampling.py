@@ -13,12 +13,23 @@ from torch import Tensor
 from flowrl_img import plugins
 from flowrl_img.config import Config, PartConfig, RolloutConfig
 from flowrl_img.kernels.logprob import DeterministicStepError
+from flowrl_img.needs import Needs
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.samplers.steps.table import StepRule
 from flowrl_img.samplers.tail import FlashTail
+from flowrl_img.samplers.times import TimeLaw
 from flowrl_img.window import candidates
 
-__all__ = ["check_noise", "evaluation_solver_of", "network_calls", "solver_of", "step_rule_of", "tail_of"]
+__all__ = [
+    "check_noise",
+    "evaluation_solver_of",
+    "network_calls",
+    "rollout_problems",
+    "solver_of",
+    "step_rule_of",
+    "tail_of",
+    "times_of",
+]
 
 PROBES = {"flow": (1.0, 0.0), "diffusion": (0.99, 0.05)}  # from and to which level the grids of every such model lead
 
@@ -64,18 +75,48 @@ def tail_of(config: Config) -> FlashTail | None:
     return built
 
 
-def solver_of(config: Config, objective: Any) -> Solver | None:
-    """The solver of `rollout.solver`, for objectives that say `points = "samples"`; ValueError for all others."""
+def solver_of(config: Config, needs: Needs) -> Solver | None:
+    """What draws the rollouts of objectives on clean samples: `rollout.solver`, by default Euler. None for all others.
+
+    ValueError where a solver is named and the objective trains on the rollout's own noisy steps.
+    """
     part = config.rollout.solver
-    if part is None:
-        return None
-    if getattr(objective, "points", "transitions") == "transitions":
+    if not needs.matching:
+        if part is None:
+            return None
         raise ValueError(
             f"rollout.solver: objective {config.objective.name} trains on the noisy steps of rollout.step; "
             "leave rollout.solver out"
         )
-    solver: Solver = _fitting("solvers", part, "rollout.solver", config)
+    solver: Solver = _fitting("solvers", part or PartConfig(name="euler"), "rollout.solver", config)
     return solver
+
+
+def times_of(config: Config, needs: Needs) -> TimeLaw | None:
+    """The law of `matching.times`, for objectives on clean samples. ValueError where it draws more than there is."""
+    if not needs.matching:
+        return None
+    law: TimeLaw = plugins.build("times", config.matching.times.section(), where="matching.times")
+    try:
+        law.num_times(config.rollout.steps)
+    except ValueError as error:
+        raise ValueError(f"matching.times: {error}") from error
+    return law
+
+
+def rollout_problems(config: Config, needs: Needs) -> list[str]:
+    """What the objective does not go with, each with the way out."""
+    kind, policy, name = config.rollout.kind, config.rollout.policy, config.objective.name
+    problems = []
+    if kind not in needs.rollouts:
+        problems.append(f"rollout.kind = {kind}: objective {name} needs {' or '.join(sorted(needs.rollouts))}")
+    if needs.shared_noise and config.matching.share == "sample":
+        problems.append(f"matching.share = sample: objective {name} compares pictures at the same times; use group")
+    if policy == "ema" and config.weights.ema is None:
+        problems.append("rollout.policy = ema: weights.ema is null, so there is no average; give it, or use old")
+    if kind == "anchor_fork" and config.rollout.tail is not None:
+        problems.append("rollout.tail: a forked path has its own end; leave the tail out, or use independent rollouts")
+    return problems
 
 
 def evaluation_solver_of(config: Config) -> Solver:

@@ -9,29 +9,28 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowrl_img import seeds
-from flowrl_img.advantages import group_advantages
+from flowrl_img.advantages import History
+from flowrl_img.collect import collect
 from flowrl_img.config import Config
-from flowrl_img.guidance import branches, guided
-from flowrl_img.kernels.transition import transition_moments
-from flowrl_img.mismatch import NonFiniteError, check_first_update
+from flowrl_img.matching import Matching
+from flowrl_img.micro_batch import MicroBatch, Parts, Points, Predicted
+from flowrl_img.mismatch import FirstUpdate, NonFiniteError
+from flowrl_img.moments import unit_means
 from flowrl_img.parallel import Processes
-from flowrl_img.prompts import draw_samples
-from flowrl_img.rewards.alarm import ConstantAlarm, columns
-from flowrl_img.rewards.score import score
-from flowrl_img.rollout import roll
-from flowrl_img.sampling import check_noise
-from flowrl_img.types import Edges, Moments, Points, PromptSet, Rollout, Sample
+from flowrl_img.parts import RunParts
+from flowrl_img.rewards.alarm import ConstantAlarm
+from flowrl_img.transitions import Transitions
+from flowrl_img.types import PromptSet, Scored
 from flowrl_img.weights import WeightSets
 
-__all__ = ["Scored", "Trainer", "Update"]
+__all__ = ["Trainer", "Update"]
 
 
 @dataclass(frozen=True)
@@ -44,41 +43,25 @@ class Update:
     seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
-class Scored:
-    """A rollout with its advantages (all samples of this process, [B]) and the global reward statistics."""
-
-    rollout: Rollout
-    everything: tuple[Sample, ...]
-    """the samples of all processes"""
-    advantage: Tensor
-    metrics: dict[str, float]
-
-
 @dataclass
 class Trainer:
     """Ties model, weights, rewards and objective together. `run()` is a generator of `Update`s."""
 
     config: Config
+    parts: RunParts
     model: Any
     weights: WeightSets
-    prompts: PromptSet
-    reward: Any
-    objective: Any
-    step_rule: Any
-    window: Any
     processes: Processes
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     warn: Callable[[str], None] = lambda text: None
-    tail: Any = None
     alarm: ConstantAlarm = field(default_factory=ConstantAlarm)
     update: int = 0
     rollout: int = 0
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
-        check_noise(self.step_rule, self.config.rollout, self.model.sigmas(self.config.rollout.steps))
-        optimizer = self.config.optimizer
+        self.parts.check_grid(self.model.sigmas(self.config.rollout.steps))
+        optimizer, advantage = self.config.optimizer, self.config.advantage
         self.parameters = list(self.weights.trainable.values())
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -87,6 +70,24 @@ class Trainer:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
+        self.histories: dict[str, History] = {}
+        if advantage.baseline == "history":
+            names = [""] if advantage.aggregate == "sum" else [r.name for r in self.config.rewards if r.weight]
+            self.histories = {name: History(advantage.history.size, advantage.history.min_count) for name in names}
+
+    @property
+    def objective(self) -> Any:
+        return self.parts.objective
+
+    @property
+    def prompts(self) -> PromptSet:
+        return self.parts.train
+
+    @property
+    def policy(self) -> str:
+        """The weight set that draws the next rollout."""
+        config = self.config.rollout
+        return config.policy if self.update >= config.policy_from else "current"
 
     def run(self) -> Iterator[Update]:
         """Until `run.rollouts` or `run.minutes`, whichever comes first; a started rollout is trained to its end."""
@@ -94,157 +95,86 @@ class Trainer:
         while run.rollouts is None or self.rollout < run.rollouts:
             if run.minutes is not None and self.processes.any(time.monotonic() - began >= 60 * run.minutes):
                 return
-            scored = self.collect(self.rollout)
-            yield from self.train_on(scored)
-            self.rollout += 1
-
-    # -- rollout and scores
+            yield from self.train_on(self.collect(self.rollout))
 
     def collect(self, rollout: int) -> Scored:
         """Draw, score and rank this process's share of one rollout."""
-        config = self.config.rollout
-        everything = draw_samples(
-            self.prompts, config.groups, config.group_size, self.config.prompts.balance, self.config.prompts.shares,
-            seed=self.config.run.seed, rollout=rollout,
-        )  # fmt: skip
-        mine = self.processes.share(everything)
-        steps = self.window.steps(config.steps, seed=self.config.run.seed, iteration=rollout)
-        with self._timed("sampling"):
-            self.weights.network.eval()
-            drawn = roll(
-                self.model, self.prompts, mine, num_steps=config.steps, guidance=config.guidance,
-                step_rule=self.step_rule, stochastic=steps, seed=self.config.run.seed, batch=config.batch,
-                shared_noise=config.shared_noise, tail=self.tail,
-                progress=lambda n: self.progress("sampling", n, len(mine)),
-            )  # fmt: skip
-        with self._timed("scoring"):
-            return self._rank(drawn, everything)
+        return collect(self, rollout)
 
-    def _rank(self, drawn: Rollout, everything: tuple[Sample, ...]) -> Scored:
-        samples = drawn.leaves.samples
-        output = score(
-            self.reward, drawn.leaves.images,
-            [self.prompts.texts[s.prompt] for s in samples], [self.prompts.metadata[s.prompt] for s in samples],
-            [s.id for s in samples], policy=self.config.run.reward_policy, group_ids=[s.group for s in samples],
-        )  # fmt: skip
-        if warning := self.alarm.observe(self.processes.gather(columns(self.reward, output))):
-            self.warn(warning)
-        scored = self.processes.gather_by_id([s.id for s in samples], output.values, output.valid)
-        values = torch.tensor([scored[s.id][0] for s in everything])
-        valid = torch.tensor([scored[s.id][1] for s in everything])
-        if not valid.any():
-            raise RuntimeError("no image of the rollout could be scored; see the reward's errors above")
-        config = self.config.advantage
-        advantage = group_advantages(values, valid, [s.group for s in everything], scale=config.scale, eps=config.eps)
-        by_id = dict(zip([s.id for s in everything], advantage.clamp(-config.clip, config.clip).tolist(), strict=True))
-        mean = values[valid].double().mean().item()
-        groups = torch.tensor([a != 0 for a in by_id.values()]).view(self.config.rollout.groups, -1)
-        metrics = {
-            "reward": mean,
-            "reward_std": values[valid].double().std(correction=0).item(),
-            "invalid": float((~valid).sum()),
-            "flat_groups": float((~groups.any(1)).sum()),
-        }
-        return Scored(drawn, everything, torch.tensor([by_id[s.id] for s in samples]), metrics)
-
-    # -- updates
+    def points(self, scored: Scored) -> Points:
+        """The points of a rollout, dealt to its updates by a permutation of ids that all processes agree on."""
+        run, unit = self.config.run, self.objective.needs.unit
+        parts = Parts.deal(scored.everything, unit, run.updates_per_rollout, run.seed, "updates", self.rollout)
+        return (Matching if self.objective.needs.matching else Transitions)(self, scored, parts)
 
     def train_on(self, scored: Scored) -> Iterator[Update]:
         """`run.updates_per_rollout` updates, each on its own share of the samples and all their trained steps."""
-        parts = self._partition(scored)
-        edges = scored.rollout.edges
-        if self._rescores:
-            with self._timed("training"):
-                edges = self._rescored(edges, scored, parts)
-        for number, rows in enumerate(parts):
-            with self._timed("training"):
-                if self.update == 0:
-                    spread = check_first_update(self, edges, scored, self._micro_batches(rows))
+        points, rollout, updates = self.points(scored), self.rollout, self.config.run.updates_per_rollout
+        if self.low_precision and isinstance(points, Transitions):
+            with self.timed("training"):
+                points.rescore(updates)
+        for number in range(updates):
+            with self.timed("training"):
                 self._zero_grad()
-                metrics = self._accumulate(edges, scored, rows)
+                metrics = self.accumulate(points, number)
                 metrics |= self._step()
-            if self.update == 1:
-                metrics |= spread
-            on_policy = {"update_of_rollout": float(number)}
-            yield Update(self.update, self.rollout, {**scored.metrics, **metrics, **on_policy}, dict(self.clock))
+                if number == updates - 1:
+                    self.weights.after_rollout(self.update)
+                    self.rollout += 1
+            metrics = {**scored.metrics, **metrics, "update_of_rollout": float(number)}
+            yield Update(self.update, rollout, metrics, dict(self.clock))
 
     @property
-    def _rescores(self) -> bool:
-        """In low precision outputs depend on batch shapes, so the old velocity is taken in the training layout."""
+    def low_precision(self) -> bool:
+        """Whether outputs depend on batch shapes by more than rounding of float32."""
         return self.model.dtype != torch.float32
 
-    def _partition(self, scored: Scored) -> list[Tensor]:
-        """Edge rows of each update: samples are dealt to updates by a permutation of the global ids."""
-        config, leaves = self.config, scored.rollout.leaves.samples
-        total = config.rollout.groups * config.rollout.group_size
-        order = seeds.permutation(total, config.run.seed, "updates", self.rollout)
-        size = total // config.run.updates_per_rollout
-        place = {index: position // size for position, index in enumerate(order)}
-        group_row = {g: k for k, g in enumerate(dict.fromkeys(s.group for s in scored.everything))}
-        part = torch.tensor([place[group_row[s.group] * config.rollout.group_size + s.image] for s in leaves])
-        return [
-            (part[scored.rollout.edges.leaf] == k).nonzero().flatten() for k in range(config.run.updates_per_rollout)
-        ]
-
-    def _micro_batches(self, rows: Tensor) -> list[Tensor]:
-        return list(rows.split(self.config.run.micro_batch)) if len(rows) else []
-
-    def points(self, edges: Edges, scored: Scored, rows: Tensor) -> Points:
-        """The micro-batch of the given edge rows."""
-        steps, leaf = edges.step[rows], edges.leaf[rows]
-        return Points(
-            x_t=edges.states[edges.at_t[rows]],
-            x_s=edges.states[edges.at_s[rows]],
-            v_old=edges.v_old[rows],
-            sigma=scored.rollout.sigmas[steps],
-            prompt=[scored.rollout.leaves.samples[k].prompt for k in leaf.tolist()],
-            table=scored.rollout.table.rows(steps),
-            advantage=scored.advantage[leaf],
-        )
-
-    def predict(self, points: Points) -> Moments:
-        """Moments of the current velocity against everything the objective needs."""
-        guidance = self.config.rollout.guidance
-        texts = [self.prompts.texts[k] for k in points.prompt]
-        v_ref = None
-        if "reference" in self.objective.needs:
-            with torch.no_grad(), self.weights.use("reference"):
-                v_ref = guided(self.model, points.x_t, points.sigma, texts, guidance)
-        v_cond, v_uncond = branches(self.model, points.x_t, points.sigma, texts, guidance)
-        columns = transition_moments(
-            v_cond, v_uncond, guidance, points.x_t, points.x_s, points.table.A, points.table.B,
-            v_old=points.v_old, v_ref=v_ref, detach_uncond=self.objective.detach_uncond,
-        )  # fmt: skip
-        return Moments.of(columns, points.table)
-
-    def _accumulate(self, edges: Edges, scored: Scored, rows: Tensor) -> dict[str, float]:
-        total = self.processes.sum(float(len(rows)))
+    def accumulate(self, points: Points, number: int) -> dict[str, float]:
+        """The gradient of update `number` of the rollout, of this process; returns means over all processes."""
+        total = max(self.processes.sum(float(points.count(points.rows(number)))), 1.0)
+        first = FirstUpdate(self.objective.needs.smallest_clip, self.low_precision) if self.update == 0 else None
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
         largest = torch.zeros((), dtype=torch.float64)
-        batches = self._micro_batches(rows)
+        batches = points.micro_batches(number)
         for k, batch in enumerate(batches):
-            points = self.points(edges, scored, batch)
-            moments = self.predict(points)
-            if not moments.finite():
-                self._refuse(scored, batch, edges)
-            loss, metrics = self.objective(moments, points.advantage.to(moments.e2.device))
+            predicted = self._predicted(points, batch)
+            if predicted is None:
+                continue
+            loss, metrics = self.objective(predicted.moments, predicted.advantage.to(predicted.moments.e2.device))
+            if first is not None:
+                points.check(batch, predicted, metrics, first)
             (loss.sum() / total).backward()
             sums["loss"] += loss.detach().double().sum().cpu()
             for name, value in metrics.items():
                 sums[name] += value.double().sum().cpu()
-            largest = torch.maximum(largest, metrics["log_ratio"].double().expm1().abs().max().cpu())
+            if "log_ratio" in metrics:
+                largest = torch.maximum(largest, metrics["log_ratio"].double().expm1().abs().max().cpu())
             self.progress("training", k + 1, len(batches))
         names = sorted(self.processes.agree(list(sums)))
         means = {name: self.processes.sum(sums[name].item()) / total for name in names}
-        return means | {"max_ratio_error": self.processes.max(largest.item())}
+        if "log_ratio" in names:
+            means["max_ratio_error"] = self.processes.max(largest.item())
+        return means | (first.verdict(self.processes) if first is not None else {})
 
-    def _refuse(self, scored: Scored, rows: Tensor, edges: Edges) -> None:
-        sample = scored.rollout.leaves.samples[int(edges.leaf[rows[0]])]
-        steps = sorted(set(edges.step[rows].tolist()))
-        raise NonFiniteError(
-            f"the network gave a non-finite velocity in {self.model.dtype} at steps {steps}, micro-batch of sample "
-            f"{sample.id}: no weight was changed. Use model.dtype=bf16 or fp32, or a lower optimizer.lr"
-        )
+    def _predicted(self, points: Points, batch: MicroBatch) -> Predicted | None:
+        """The moments of a micro-batch, with the means of its units; None where this process has no row of it."""
+        predicted = points.predict(batch) if len(batch.rows) else None
+        if predicted is not None and not predicted.moments.finite():
+            raise NonFiniteError(
+                f"the network gave a non-finite velocity in {self.model.dtype} at {points.place(batch)}: no weight was "
+                "changed. Use model.dtype=bf16 or fp32, or a lower optimizer.lr"
+            )
+        if not batch.units:
+            return predicted
+        score, unit = torch.zeros(0, device=self.processes.device), torch.zeros(0, dtype=torch.int64)
+        if predicted is not None:
+            assert predicted.unit is not None
+            score, unit = self.objective.unit_score(predicted.moments, predicted.advantage), predicted.unit
+        shared = self.processes.sum_tensor if batch.groups is not None else lambda x: x
+        means = unit_means(score, unit, batch.units, shared)
+        if predicted is None:
+            return None
+        return Predicted(predicted.moments.with_unit_mean(means), predicted.advantage, unit)
 
     def _zero_grad(self) -> None:
         for parameter in self.parameters:
@@ -265,25 +195,15 @@ class Trainer:
         before = [p.detach().clone() for p in self.parameters] if self.update == 0 else None
         self.optimizer.step()
         self.update += 1
-        self.weights.update_ema(self.update)
+        self.weights.after_update(self.update)
         metrics = {"grad_norm": norm.item(), "lr": lr}
         if before is not None:
             moved = sum(float((p.detach() - q).square().sum()) for p, q in zip(self.parameters, before, strict=True))
             metrics["first_step_norm"] = moved**0.5
         return metrics
 
-    @torch.no_grad()
-    def _rescored(self, edges: Edges, scored: Scored, parts: Sequence[Tensor]) -> Edges:
-        v_old = edges.v_old.clone()
-        guidance = self.config.rollout.guidance
-        for rows in parts:
-            for batch in self._micro_batches(rows):
-                points = self.points(edges, scored, batch)
-                texts = [self.prompts.texts[k] for k in points.prompt]
-                v_old[batch] = guided(self.model, points.x_t, points.sigma, texts, guidance)
-        return edges.with_v_old(v_old)
-
-    def _timed(self, phase: str) -> _Timer:
+    def timed(self, phase: str) -> _Timer:
+        """Add the time inside the block to `clock[phase]`."""
         return _Timer(self.clock, phase)
 
 

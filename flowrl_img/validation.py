@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from flowrl_img import plugins
 from flowrl_img.config import Config, RewardConfig
+from flowrl_img.needs import Needs
 from flowrl_img.plan import Plan, make_plan
 from flowrl_img.tracking import check_tracker
 
@@ -21,6 +22,7 @@ def validate(config: Config, num_processes: int = 1) -> Plan:
     Imports the plug-ins (and so torch), loads no weights and reads no prompts.
     """
     from flowrl_img import sampling
+    from flowrl_img.weights import decay_of, sets_of
 
     problems: list[str] = []
 
@@ -33,12 +35,16 @@ def validate(config: Config, num_processes: int = 1) -> Plan:
             return None
 
     objective = attempt(lambda: plugins.build("objectives", config.objective.section(), where="objective"))
-    needs = frozenset() if objective is None else objective.needs
+    needs = Needs() if objective is None else objective.needs
     plan = attempt(lambda: make_plan(config, num_processes, needs))
-    attempt(lambda: sampling.step_rule_of(config))
-    attempt(lambda: sampling.tail_of(config))
     if objective is not None:
-        attempt(lambda: sampling.solver_of(config, objective))
+        problems += sampling.rollout_problems(config, needs)
+        attempt(lambda: sampling.solver_of(config, needs))
+        attempt(lambda: sampling.times_of(config, needs))
+    if not needs.matching:
+        attempt(lambda: sampling.step_rule_of(config))
+        attempt(lambda: sampling.tail_of(config))
+    attempt(lambda: [decay_of(config.weights, name) for name in sorted(sets_of(config, needs))])
     attempt(lambda: sampling.evaluation_solver_of(config))
     attempt(lambda: check_tracker(config.run.tracker))
     attempt(lambda: _rewards("rewards", config.rewards))

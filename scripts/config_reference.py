@@ -38,7 +38,13 @@ A part with a `name` takes the fields of the object behind it. A name is a built
 def reference() -> str:
     """The whole page."""
     blocks = [HEAD, *_sections(Config, ""), PLUGINS]
-    parts = (("rollout.step", "steps"), ("evaluation.solver", "solvers"), ("objective", "objectives"))
+    parts = (
+        ("rollout.step", "steps"),
+        ("rollout.solver, evaluation.solver", "solvers"),
+        ("objective", "objectives"),
+        ("matching.times", "times"),
+        ("weights.old.decay, weights.trust.decay", "decays"),
+    )
     for title, kind in parts:
         blocks += [_plugin(title, name, plugins.resolve(kind, name)) for name in plugins.available(kind)]
     blocks += [_plugin("rewards", name, plugins.resolve("rewards", name)) for name in registry.builtins()]

@@ -19,6 +19,7 @@ from flowrl_img.export.merge import DTYPES, merge
 from flowrl_img.export.verify import Expected, Job, VerificationError, expect, verify
 from flowrl_img.folders import writable
 from flowrl_img.lora import read_lora
+from flowrl_img.needs import Needs
 from flowrl_img.plugins import nearest
 from flowrl_img.prompts import load_prompts
 from flowrl_img.run import load_model, load_weights, model_source
@@ -74,7 +75,7 @@ def export_run(run: Path, ask: Ask) -> Iterator[str]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     exact = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "fp32"})})
     model = load_model(exact, device)
-    weights = load_weights(exact, model)
+    weights = load_weights(exact, model, Needs())
     load_adapter_tensors(checkpoint, weights, label)
     expected = expect(model, weights, prompt, config.evaluation.steps, config.evaluation.guidance)
     notes = [f"{label} weights of {checkpoint.name}; the largest change of the fixed output is {expected.effect:.1e}"]

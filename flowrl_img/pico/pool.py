@@ -16,7 +16,7 @@ from flowrl_img.world.scenes import SIZE, Scene, scene_for
 from flowrl_img.world.splits import prompts_of, random_text
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, SHAPES, color_attr_prompt, sign_prompt
 
-__all__ = ["CELLS", "Pool", "cell_labels", "draw", "make_pool"]
+__all__ = ["CELLS", "MIX", "Pool", "cell_labels", "draw", "make_pool", "rich_caption"]
 
 CELLS = 8
 # Share of each task: harder ones are seen more often.
@@ -52,10 +52,10 @@ def draw(seed: int) -> tuple[Scene, str]:
         record = RECORDS[task][rng.integers(len(RECORDS[task]))]
     scene = scene_for(record, rng)
     rich = task == "position" and rng.uniform() < RICH
-    return scene, _rich_caption(record, scene) if rich else record["prompt"]
+    return scene, rich_caption(record, scene) if rich else record["prompt"]
 
 
-def _rich_caption(record: dict, scene: Scene) -> str:
+def rich_caption(record: dict, scene: Scene) -> str:
     """`a photo of a red circle left of a blue square`: the second clause stands in relation to the first."""
     target, subject = scene.objects
     caption = color_attr_prompt((subject.color, subject.shape), (target.color, target.shape))["prompt"]

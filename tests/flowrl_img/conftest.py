@@ -87,7 +87,8 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
         for name, section in sections.items():
             if name == "rewards":
                 continue
-            base[name] = {**base.get(name, {}), **section}
+            keeps = name != "objective" or section.get("name", "flow_grpo") == "flow_grpo"
+            base[name] = {**(base.get(name, {}) if keeps else {}), **section}
         rewards = sections.get("rewards", [{"name": "jpeg"}])
         return Config.model_validate({**base, "rewards": rewards})
 
@@ -98,28 +99,18 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
 def tiny_trainer(tiny_config: Any) -> Any:
     """tiny_trainer(random_lora=..., **sections): a Trainer on the tiny model, with a random adapter unless told."""
     from flowrl_img.parallel import Processes
-    from flowrl_img.run import assemble, load_model, load_weights
+    from flowrl_img.parts import assemble
+    from flowrl_img.run import load_model, load_weights
     from flowrl_img.trainer import Trainer
 
     def make(random_lora: bool = True, **sections: Any) -> Trainer:
         config = tiny_config(**sections)
         parts = assemble(config)
         model = load_model(config, torch.device("cpu"))
-        weights = load_weights(config, model)
+        weights = load_weights(config, model, parts.objective.needs)
         if random_lora:
             shake(weights)
-        return Trainer(
-            config,
-            model,
-            weights,
-            parts.train,
-            parts.reward,
-            parts.objective,
-            parts.step_rule,
-            parts.window,
-            Processes(),
-            tail=parts.tail,
-        )
+        return Trainer(config, parts, model, weights, Processes())
 
     return make
 
@@ -149,8 +140,10 @@ def tiny_run(tiny_config: Any, tiny_trainer: Any) -> Any:
 
 
 def shake(weights: Any, seed: int = 0, scale: float = 0.05) -> None:
-    """Move every trained weight by a seeded random amount."""
+    """Move every trained weight by a seeded random amount, and the sets that follow along."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in weights.trainable.values():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+    for name in weights.decays:
+        weights.remember(name)

@@ -10,9 +10,21 @@ def rows(updates) -> list:
     return [(u.update, u.rollout, u.metrics) for u in updates]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_stopping_and_resuming_equals_going_on(tiny_trainer, tmp_path, kind):
-    options = {"weights": {"kind": kind}, "optimizer": {"lr": 1e-4, "warmup": 6}}
+RUNS = {
+    "lora": {"weights": {"kind": "lora"}},
+    "full": {"weights": {"kind": "full"}},
+    "old, trust and histories": {
+        "objective": {"name": "awm", "clip_range": 0.1, "ratio": "old"},
+        "weights": {"old": {"decay": {"name": "linear", "rate": 0.1}}},
+        "advantage": {"baseline": "history", "history": {"min_count": 4}},
+        "rollout": {"policy": "old"},
+    },
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_stopping_and_resuming_equals_going_on(tiny_trainer, tmp_path, run):
+    options = {"optimizer": {"lr": 1e-4, "warmup": 6}, **RUNS[run]}
     straight = tiny_trainer(random_lora=False, run={"rollouts": 4}, **options)
     whole = rows(straight.run())
     half = tiny_trainer(random_lora=False, run={"rollouts": 2}, **options)
@@ -23,6 +35,7 @@ def test_stopping_and_resuming_equals_going_on(tiny_trainer, tmp_path, kind):
     assert begun + rows(resumed.run()) == whole
     for a, b in zip(resumed.parameters, straight.parameters, strict=True):
         assert torch.equal(a, b)
+    assert resumed.histories == straight.histories
     for label, tensors in straight.weights.sets.items():
         assert all(torch.equal(a, b) for a, b in zip(resumed.weights.sets[label], tensors, strict=True))
 

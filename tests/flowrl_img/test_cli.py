@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 
-from flowrl_img import cli
+from flowrl_img import cli, recipes
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +42,8 @@ def trained(monkeypatch):
 def test_recipes_list_shows_every_recipe_with_its_description(run):
     code, out, _ = run("recipes", "list")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == ["pico", "pico-long", "pico-ocr", "sd35-geneval"]
+    assert [line.split()[0] for line in out.splitlines()] == recipes.names()
+    assert all(len(line.split(maxsplit=1)[1]) > 20 for line in out.splitlines())
 
 
 def test_recipes_show_prints_the_changed_configuration(run):
@@ -55,7 +56,9 @@ def test_train_runs_the_default_recipe_after_its_plan(run, trained):
     code, out, _ = run("train")
     assert code == 0
     assert trained.seen[0].name == "pico"
-    assert "8 prompts x 12 pictures = 96 pictures" in out
+    sizes = trained.seen[0].rollout
+    images = sizes.groups * sizes.group_size
+    assert f"{sizes.groups} prompts x {sizes.group_size} pictures = {images} pictures" in out
 
 
 def test_train_takes_a_recipe_changes_and_a_run_folder(run, trained, tmp_path):
@@ -87,7 +90,7 @@ def test_the_exit_code_is_that_of_the_run(run, trained):
     [
         (["pcio"], "unknown recipe 'pcio'; did you mean 'pico'?"),
         (["pico", "rollout.grops=3"], "did you mean 'rollout.groups'?"),
-        (["rollout.group_size=11", "run.updates_per_rollout=3"], "do not divide"),
+        (["rollout.group_size=11", "run.updates_per_rollout=7"], "do not divide"),
         (["optimizer.lr=-1"], "optimizer.lr = -1: should be greater than 0"),
         (["rollout.step.noise=1"], "rollout.step: unknown key 'noise'; did you mean 'noise_level'?"),
         (["rollout.step.name=flow_sdee"], "rollout.step: no step is called 'flow_sdee'; did you mean 'flow_sde'?"),
@@ -108,7 +111,7 @@ def test_wrong_input_ends_with_a_message_and_code_2_before_any_training(run, tra
 
 
 def test_every_mistake_gets_its_own_error_line(run, trained):
-    _, _, err = run("train", "rollout.group_size=11", "run.updates_per_rollout=3", "objective.x=1", "rewards.0.name=y")
+    _, _, err = run("train", "rollout.group_size=11", "run.updates_per_rollout=7", "objective.x=1", "rewards.0.name=y")
     assert len(err.splitlines()) == 3
 
 
@@ -150,7 +153,7 @@ def test_ctrl_c_gives_exit_code_130(run, trained):
 def test_the_plan_counts_the_processes_of_the_launcher_and_rank_0_prints_it(run, trained, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert "48 pictures in each of 2" in run("train")[1]
+    assert "48 pictures in each of 2" in run("train", "rollout.groups=8", "rollout.group_size=12")[1]
     monkeypatch.setenv("RANK", "1")
     assert run("train")[1] == ""
     assert len(trained.seen) == 2

@@ -15,7 +15,7 @@ ALLOWED = {
     "samplers": {"flowrl_img.kernels"},
     "rewards": LEAVES,
     "flowrl_img/world": set(),
-    "flowrl_img/objectives": {"flowrl_img.kernels", "flowrl_img.types"},
+    "flowrl_img/objectives": {"flowrl_img.kernels", "flowrl_img.needs", "flowrl_img.types"},
 }
 # Third-party packages a room may import at the top of a file; elsewhere they are imported where they are used.
 TOP_LEVEL = {
@@ -26,8 +26,8 @@ TOP_LEVEL = {
     "flowrl_img": {"torch", "numpy", "PIL", "pydantic", "yaml", "typer", "rich"},
 }
 LIGHT = (
-    "__init__", "cli", "commands/common", "commands/evaluate", "commands/export", "commands/sample", "config", "plan",
-    "plugins", "recipes", "resources", "tracking", "validation", "window",
+    "__init__", "cli", "commands/common", "commands/evaluate", "commands/export", "commands/sample", "config",
+    "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking", "validation", "window",
 )  # fmt: skip
 LIGHT_PACKAGES = {"pydantic", "yaml", "typer"}
 STANDARD = sys.stdlib_module_names

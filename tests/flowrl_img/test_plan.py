@@ -5,6 +5,7 @@ import pytest
 
 from flowrl_img import recipes
 from flowrl_img.config import Config, EvaluationConfig, RolloutConfig, RunConfig, WindowConfig
+from flowrl_img.needs import Needs
 from flowrl_img.plan import make_plan
 
 
@@ -46,9 +47,9 @@ GEOMETRIES = [
 def test_twenty_geometries_divide_or_are_refused(groups, size, updates, processes, expected):
     if expected is None:
         with pytest.raises(ValueError, match="do not divide"):
-            make_plan(config(groups, size, updates), processes, needs=())
+            make_plan(config(groups, size, updates), processes, needs=Needs())
         return
-    plan = make_plan(config(groups, size, updates), processes, needs=())
+    plan = make_plan(config(groups, size, updates), processes, needs=Needs())
     assert (plan.images, plan.images_per_process, plan.images_per_update) == expected
 
 
@@ -57,7 +58,7 @@ def test_twenty_geometries_divide_or_are_refused(groups, size, updates, processe
 )
 def test_every_value_that_a_refusal_names_is_accepted(groups, size, updates, processes, expected):
     with pytest.raises(ValueError) as caught:
-        make_plan(config(groups, size, updates), processes, needs=())
+        make_plan(config(groups, size, updates), processes, needs=Needs())
     advice = str(caught.value).partition("nearest valid: ")[2]
     ways = re.findall(r"(groups|group_size|updates_per_rollout) = ([\d or]+)", advice)
     assert {name for name, _ in ways} >= {"groups", "group_size"}
@@ -65,7 +66,7 @@ def test_every_value_that_a_refusal_names_is_accepted(groups, size, updates, pro
         for value in map(int, values.split(" or ")):
             better = {"groups": groups, "size": size, "updates": updates}
             better[{"groups": "groups", "group_size": "size", "updates_per_rollout": "updates"}[name]] = value
-            make_plan(config(**better), processes, needs=())
+            make_plan(config(**better), processes, needs=Needs())
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_every_value_that_a_refusal_names_is_accepted(groups, size, updates, pro
     ],
 )
 def test_trained_steps_follow_the_window(window, trained):
-    assert make_plan(config(window=window), needs=()).trained_steps == trained
+    assert make_plan(config(window=window), needs=Needs()).trained_steps == trained
 
 
 @pytest.mark.parametrize(
@@ -96,17 +97,19 @@ def test_trained_steps_follow_the_window(window, trained):
 )
 def test_a_window_outside_the_path_is_refused_with_the_fix(window, steps, fix):
     with pytest.raises(ValueError, match=re.escape(fix)):
-        make_plan(config(window=window, steps=steps), needs=())
+        make_plan(config(window=window, steps=steps), needs=Needs())
 
 
 def test_window_and_division_problems_are_told_together():
     with pytest.raises(ValueError) as caught:
-        make_plan(config(size=11, updates=3, window={"size": 10}), needs=())
+        make_plan(config(size=11, updates=3, window={"size": 10}), needs=Needs())
     assert len(str(caught.value).splitlines()) == 2
 
 
 def test_network_evaluations_by_hand():
-    plan = make_plan(config(groups=2, size=3, updates=1, steps=5, window={"size": 2}, rollouts=4), needs=("reference",))
+    plan = make_plan(
+        config(groups=2, size=3, updates=1, steps=5, window={"size": 2}, rollouts=4), needs=Needs({"reference"})
+    )
     assert plan.sampling_evaluations == 2 * 3 * 5
     assert plan.training_evaluations == plan.reference_evaluations == 2 * 3 * 2
     assert plan.heldout_evaluations == 192 * 20
@@ -114,8 +117,8 @@ def test_network_evaluations_by_hand():
 
 
 def test_guidance_doubles_network_evaluations():
-    one = make_plan(config(), needs=("reference",))
-    two = make_plan(config(guidance=4.5), needs=("reference",))
+    one = make_plan(config(), needs=Needs({"reference"}))
+    two = make_plan(config(guidance=4.5), needs=Needs({"reference"}))
     assert two.sampling_evaluations == 2 * one.sampling_evaluations
     assert two.training_evaluations == 2 * one.training_evaluations
     assert two.reference_evaluations == 2 * one.reference_evaluations
@@ -123,16 +126,17 @@ def test_guidance_doubles_network_evaluations():
 
 
 def test_an_objective_without_reference_pays_for_none():
-    assert make_plan(config(), needs=("old",)).reference_evaluations == 0
+    assert make_plan(config(), needs=Needs({"old"})).reference_evaluations == 0
 
 
 def test_the_objective_itself_says_whether_it_reads_the_reference():
-    assert make_plan(recipes.load("pico", ["objective.kl_weight=0.1"])).reference_evaluations == 384
+    plan = make_plan(recipes.load("pico", ["objective.kl_weight=0.1"]))
+    assert plan.reference_evaluations == plan.training_evaluations
     assert make_plan(recipes.load("pico", ["objective.kl_weight=0"])).reference_evaluations == 0
 
 
 def test_the_number_of_processes_changes_shares_and_nothing_else():
-    plans = [make_plan(config(48, 24, 2), n, needs=()) for n in (8, 2, 1)]
+    plans = [make_plan(config(48, 24, 2), n, needs=Needs()) for n in (8, 2, 1)]
     varying = {f.name for f in dataclasses.fields(plans[0]) if len({getattr(p, f.name) for p in plans}) > 1}
     assert {name for name in varying if not name.endswith("_per_process")} == {"num_processes"}
 
@@ -142,23 +146,23 @@ def test_the_number_of_processes_changes_shares_and_nothing_else():
 )
 def test_held_out_rounds_are_before_after_and_between(rollouts, updates, every, rounds):
     cfg = config(updates=updates, rollouts=rollouts).model_copy(update={"evaluation": EvaluationConfig(every=every)})
-    assert make_plan(cfg, needs=()).heldout_rounds == rounds
+    assert make_plan(cfg, needs=Needs()).heldout_rounds == rounds
 
 
 def test_a_run_that_ends_by_time_has_no_totals():
-    plan = make_plan(config(rollouts=None, minutes=3), needs=())
+    plan = make_plan(config(rollouts=None, minutes=3), needs=Needs())
     assert plan.rollouts is plan.updates is plan.evaluations is None
     assert ("rollouts", "open (ends by run.minutes)") in plan.rows()
 
 
 def test_micro_batches_round_up():
-    assert make_plan(config(window={"size": 4}, micro_batch=32), needs=()).micro_batches_per_process == 6
-    assert make_plan(config(window={"size": 4}, micro_batch=100), needs=()).micro_batches_per_process == 2
+    assert make_plan(config(window={"size": 4}, micro_batch=32), needs=Needs()).micro_batches_per_process == 6
+    assert make_plan(config(window={"size": 4}, micro_batch=100), needs=Needs()).micro_batches_per_process == 2
 
 
 def test_one_update_per_rollout_is_called_on_policy():
-    assert ("policy", "on-policy, ratio 1 expected") in make_plan(config(updates=1), needs=()).rows()
-    assert ("policy", "1 of 2 updates off-policy") in make_plan(config(updates=2), needs=()).rows()
+    assert ("policy", "on-policy, ratio 1 expected") in make_plan(config(updates=1), needs=Needs()).rows()
+    assert ("policy", "1 of 2 updates off-policy") in make_plan(config(updates=2), needs=Needs()).rows()
 
 
 def test_render_shows_every_row():
@@ -166,10 +170,51 @@ def test_render_shows_every_row():
 
     console = Console(width=160)
     with console.capture() as capture:
-        console.print(make_plan(config(), needs=()).render())
+        console.print(make_plan(config(), needs=Needs()).render())
     assert "96 pictures" in capture.get() and "network, whole run" in capture.get()
 
 
 def test_zero_processes_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
-        make_plan(config(), 0, needs=())
+        make_plan(config(), 0, needs=Needs())
+
+
+def test_evaluations_of_a_forked_rollout_by_hand():
+    """2 prompts, 1 path of 3 branches each, 5 steps, all but the last fork: trunk 4, branches 3 (4 + 3 + 2 + 1)."""
+    config = Config(rollout=RolloutConfig(kind="anchor_fork", groups=2, group_size=3, branches=3, steps=5))
+    plan = make_plan(config, needs=Needs({"old", "reference"}))
+    assert plan.images == 2 * 4 * 3
+    assert plan.sampling_evaluations == 2 * (4 + 3 * 10)
+    assert plan.training_evaluations == plan.reference_evaluations == 2 * 4  # every state once
+    assert plan.points_per_update == 2 * 4 * 3 // 2
+
+
+def test_published_tempflow_takes_279_evaluations_a_path():
+    plan = make_plan(recipes.load("sd35-tempflow-geneval", ["rollout.guidance=1"]))
+    assert plan.sampling_evaluations == 8 * 4 * 279
+
+
+def test_evaluations_on_clean_samples_by_hand():
+    changes = ["rollout.groups=2", "rollout.group_size=4", "rollout.steps=5", "matching.times={name: grid, count: 3}"]
+    needs = Needs({"old", "trust", "reference"}, points="matching", guided=False, reference_guidance=4.5)
+    plan = make_plan(recipes.load("pico", ["objective={name: nft}", *changes, "rollout.guidance=4.5"]), needs=needs)
+    assert plan.sampling_evaluations == 2 * 4 * 5 * 2
+    assert plan.training_evaluations == 2 * 4 * 3
+    assert plan.policy_evaluations == 2 * plan.training_evaluations
+    assert plan.reference_evaluations == 2 * plan.training_evaluations
+    assert plan.peak_latents_per_process == 8
+    best = make_plan(recipes.load("pico", ["objective={name: sft}", *changes]))
+    assert best.training_evaluations == 2 * 1 * 3
+
+
+def test_low_precision_takes_the_old_velocity_of_transitions_again():
+    for dtype, passes in (("fp32", 0), ("bf16", 1)):
+        plan = make_plan(recipes.load("pico", [f"model.dtype={dtype}"]))
+        assert plan.rescoring_evaluations == passes * plan.training_evaluations
+        assert make_plan(recipes.load("pico-nft", [f"model.dtype={dtype}"])).rescoring_evaluations == 0
+
+
+@pytest.mark.parametrize(("processes", "batches"), [(1, 32), (2, 16), (4, 8)])
+def test_micro_batches_of_whole_groups_hold_more_groups_on_more_processes(processes, batches):
+    changes = ["run.micro_batch=12", "rollout.groups=8"]
+    assert make_plan(recipes.load("pico-dgpo", changes), processes).micro_batches_per_process == batches

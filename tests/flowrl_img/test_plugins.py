@@ -134,9 +134,8 @@ def test_a_step_rule_is_one_file_and_nothing_else(tmp_path, monkeypatch: pytest.
     monkeypatch.setattr(steps, "__path__", [*steps.__path__, str(tmp_path)])
     try:
         assert "linear_noise" in plugins.available("steps")
-        assert (
-            validate(recipes.load("pico", ["rollout.step={name: linear_noise, noise_level: 0.3}"])).trained_steps == 4
-        )
+        config = recipes.load("pico", ["rollout.step={name: linear_noise, noise_level: 0.3}"])
+        assert validate(config).trained_steps == config.rollout.window.size
         with pytest.raises(ValueError, match="linear_noise adds no noise"):
             validate(recipes.load("pico", ["rollout.step={name: linear_noise, noise_level: 0}"]))
     finally:

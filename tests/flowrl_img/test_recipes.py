@@ -38,15 +38,80 @@ def test_what_show_prints_is_a_recipe_of_the_same_configuration(name, recipe):
     assert recipes.load(recipe(recipes.to_yaml(config))) == config
 
 
-def test_sd35_recipe_holds_the_published_numbers():
-    config = recipes.load("sd35-geneval")
-    assert (config.rollout.groups, config.rollout.group_size, config.run.updates_per_rollout) == (48, 24, 2)
-    assert (config.rollout.steps, config.rollout.guidance, config.evaluation.steps) == (10, 4.5, 40)
-    assert config.rollout.step.section() == {"name": "flow_sde", "noise_level": 0.7}
-    objective = config.objective.section()
-    assert (objective["clip_range"], objective["kl_weight"], objective["kl_form"]) == (1e-4, 0.04, "published")
-    assert (config.optimizer.lr, config.weights.lora.rank, config.weights.lora.alpha) == (3e-4, 32, 64)
-    assert config.advantage.scale == "global"
+ALGORITHMS = ("flow-grpo", "tempflow", "nft", "awm", "dgpo")
+REWARDS = ("geneval", "ocr", "pickscore", "multi")
+
+
+def test_every_algorithm_has_a_recipe_for_the_embedded_model_and_for_every_published_reward():
+    assert {f"pico-{a}" for a in ALGORITHMS[1:]} | {"pico"} <= set(recipes.names())
+    assert {f"sd35-{a}-{r}" for a in ALGORITHMS for r in REWARDS} <= set(recipes.names())
+
+
+# groups x pictures, updates per rollout, steps, guidance, evaluation steps, LoRA rank, spread
+PUBLISHED = {
+    "sd35-flow-grpo-geneval": (48, 24, 2, 10, 4.5, 40, 32, "global"),
+    "sd35-flow-grpo-ocr": (48, 24, 2, 10, 4.5, 40, 32, "global"),
+    "sd35-flow-grpo-pickscore": (48, 24, 2, 10, 4.5, 40, 32, "global"),
+    "sd35-tempflow-geneval": (8, 24, 2, 10, 4.5, 40, 32, "group"),
+    "sd35-nft-geneval": (48, 24, 1, 10, 1.0, 40, 32, "global"),
+    "sd35-nft-ocr": (48, 24, 2, 10, 1.0, 40, 32, "global"),
+    "sd35-nft-multi": (48, 24, 1, 25, 1.0, 40, 32, "global"),
+    "sd35-awm-geneval": (72, 24, 1, 14, 1.0, 40, 32, "global"),
+    "sd35-awm-pickscore": (24, 24, 1, 14, 1.0, 40, 32, "global"),
+    "sd35-dgpo-geneval": (8, 16, 1, 10, 4.5, 14, 64, "group"),
+    "sd35-dgpo-pickscore": (8, 24, 1, 10, 4.5, 14, 64, "global"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipes_hold_the_published_sizes(name):
+    config = recipes.load(name)
+    rollout = config.rollout
+    assert PUBLISHED[name] == (
+        rollout.groups, rollout.group_size, config.run.updates_per_rollout, rollout.steps, rollout.guidance,
+        config.evaluation.steps, config.weights.lora.rank, config.advantage.scale,
+    )  # fmt: skip
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.grad_clip) == (3e-4, 1e-4, 1.0)
+    assert config.weights.lora.alpha == 2 * config.weights.lora.rank
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("sd35-flow-grpo-geneval", {"clip_range": 1e-4, "kl_weight": 0.04, "kl_form": "published"}),
+        ("sd35-flow-grpo-pickscore", {"kl_weight": 0.01, "detach_uncond": True}),
+        ("sd35-tempflow-geneval", {"clip_range": 1e-4, "kl_weight": 0.004}),
+        ("sd35-tempflow-pickscore", {"kl_weight": 0.001}),
+        ("sd35-nft-geneval", {"beta": 1.0, "kl_weight": 1e-4, "scale": "published"}),
+        ("sd35-nft-ocr", {"beta": 0.1}),
+        ("sd35-awm-geneval", {"weighting": "ghuber", "power": 0.25, "kl_weight": 1e-3, "trust_weight": 1.0}),
+        ("sd35-awm-ocr", {"kl_weight": 3e-3}),
+        ("sd35-awm-pickscore", {"kl_weight": 1e-4}),
+        ("sd35-dgpo-geneval", {"beta_dpo": 100, "clip_range": 1e-2, "kl_weight": 0.02}),
+        ("sd35-dgpo-pickscore", {"beta_dpo": 10, "clip_range": 5e-2, "kl_weight": 0.001}),
+    ],
+)  # fmt: skip
+def test_recipes_hold_the_published_numbers_of_their_objective(name, fields):
+    section = recipes.load(name).objective.section()
+    assert {key: section[key] for key in fields} == fields
+
+
+def test_recipes_hold_the_published_schedules_and_times():
+    def decay(name, which):
+        follow = getattr(recipes.load(name).weights, which)
+        return follow.after, follow.decay.section()
+
+    assert decay("sd35-nft-geneval", "old") == ("rollout", {"name": "linear", "rate": 0.001, "limit": 0.5})
+    late = {"name": "delayed", "start": 75, "rate": 0.0075, "limit": 0.999}
+    assert decay("sd35-nft-ocr", "old") == ("rollout", late)
+    assert decay("sd35-awm-ocr", "trust") == ("rollout", {"name": "linear", "rate": 0.001, "limit": 0.3})
+    assert decay("sd35-dgpo-ocr", "old") == ("update", {"name": "linear", "rate": 0.001, "limit": 0.3})
+    assert recipes.load("sd35-nft-ocr").rollout.policy == "old"
+    dgpo = recipes.load("sd35-dgpo-geneval")
+    assert (dgpo.rollout.policy, dgpo.rollout.policy_from) == ("old", 500)
+    assert dgpo.matching.times.section() == {"name": "grid", "count": 4, "high": 5}
+    awm = recipes.load("sd35-awm-geneval").matching.times.section()
+    assert awm == {"name": "strata", "count": 6, "low": 1, "high": 12}
 
 
 def test_a_file_keeps_its_stem_as_name_and_the_defaults_elsewhere(recipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType
 
@@ -11,6 +12,7 @@ from drawing import pictures_of
 
 from flowrl_img import recipes, sampling
 from flowrl_img.kernels.logprob import DeterministicStepError
+from flowrl_img.needs import Needs
 from flowrl_img.plan import make_plan
 from flowrl_img.rollout import draw, roll
 from flowrl_img.samplers.solvers.dpm2 import DPM2
@@ -20,6 +22,7 @@ from flowrl_img.samplers.solvers.sa import SASolver
 from flowrl_img.samplers.steps.cps import CPS
 from flowrl_img.samplers.steps.ddim import DDIM
 from flowrl_img.samplers.tail import FlashTail
+from flowrl_img.trainer import Trainer
 from flowrl_img.types import Sample
 from flowrl_img.validation import validate
 
@@ -29,12 +32,9 @@ GRID = {"num_steps": 4, "guidance": 1.0, "seed": 5, "batch": 2}
 
 @pytest.fixture
 def my_parts(monkeypatch) -> str:
-    """A family of diffusion models, and objectives that train on clean samples or on transitions."""
-    from flowrl_img.objectives.flow_grpo import FlowGRPO
-
+    """A family of diffusion models."""
     module = ModuleType("my_parts")
     module.Family = type("Family", (), {"name": "mine", "process": "diffusion"})
-    module.Matching = type("Matching", (FlowGRPO,), {"points": "samples"})
     monkeypatch.setitem(sys.modules, "my_parts", module)
     return "my_parts"
 
@@ -103,12 +103,11 @@ def test_a_process_of_another_name_is_refused(my_parts):
 
 def test_a_silent_step_of_the_models_own_grid_stops_the_trainer_before_its_first_rollout(tiny_trainer, monkeypatch):
     trainer = tiny_trainer()
-    trainer.step_rule = CPS()
-    trainer.config = trainer.config.model_copy(
-        update={"rollout": recipes.load("pico", ["rollout.steps=4", "rollout.window={high: 4}"]).rollout}
-    )
+    rollout = recipes.load("pico", ["rollout.steps=4", "rollout.window={high: 4}"]).rollout
+    config = trainer.config.model_copy(update={"rollout": rollout})
+    parts = dataclasses.replace(trainer.parts, config=config, step_rule=CPS())
     with pytest.raises(DeterministicStepError, match="step 3 of 4"):
-        trainer.__post_init__()
+        Trainer(config, parts, trainer.model, trainer.weights, trainer.processes)
 
 
 # --- solvers -------------------------------------------------------------------------------------------------------
@@ -140,12 +139,12 @@ def test_a_stochastic_solver_draws_noise_by_the_identity_of_the_sample(tiny_trai
     assert (together.latents - quiet.latents).abs().max() > 0.1
 
 
-def test_a_solver_is_taken_by_objectives_on_clean_samples_alone(my_parts):
-    changes = [f"objective={{name: '{my_parts}:Matching'}}", "rollout.solver={name: sa, noise_level: 0.2}"]
-    config = recipes.load("pico", changes)
-    objective = type("", (), {"points": "samples"})
-    assert sampling.solver_of(config, objective) == SASolver(0.2)
+def test_a_solver_is_taken_by_objectives_on_clean_samples_alone():
+    config = recipes.load("pico", ["objective={name: nft}", "rollout.solver={name: sa, noise_level: 0.2}"])
+    assert sampling.solver_of(config, Needs(points="matching")) == SASolver(0.2)
     assert validate(config).sampling_evaluations == 96 * 10
+    assert sampling.solver_of(recipes.load("pico"), Needs(points="matching")) == Euler()
+    assert sampling.solver_of(recipes.load("pico"), Needs()) is None
 
 
 @pytest.mark.parametrize(("solver", "calls"), [(Euler(), 7), (Heun(), 13), (DPM2(), 7), (SASolver(0.4), 7)])
@@ -155,7 +154,7 @@ def test_network_calls_of_a_solver_are_those_of_the_plan(tiny_trainer, solver, c
     assert trainer.model.calls == calls * len(SAMPLES)
     assert sampling.network_calls(solver, 7) == calls
     config = recipes.load("pico", ["evaluation.steps=7", f"evaluation.solver={{name: {solver.name}}}"])
-    assert make_plan(config, needs=()).heldout_evaluations == 192 * calls
+    assert make_plan(config, needs=Needs()).heldout_evaluations == 192 * calls
 
 
 # --- tail ----------------------------------------------------------------------------------------------------------
@@ -176,9 +175,9 @@ def test_a_tail_changes_the_pictures_and_no_kept_step(tiny_trainer):
 def test_a_run_with_a_tail_makes_the_network_calls_of_its_plan(tiny_trainer):
     rollout = {"steps": 8, "window": {"steps": [0, 1]}, "tail": {"ratio": 0.6, "solver": {"name": "heun"}}}
     trainer = tiny_trainer(rollout=rollout)
-    assert trainer.tail == FlashTail(0.6, 3.0, Heun())
+    assert trainer.parts.tail == FlashTail(0.6, 3.0, Heun())
     trainer.collect(0)
-    plan = make_plan(trainer.config, needs=())
+    plan = make_plan(trainer.config, needs=Needs())
     assert trainer.model.calls == plan.sampling_evaluations == 8 * (2 + 2 * 3 - 1)
     assert plan.trained_steps == 2
 

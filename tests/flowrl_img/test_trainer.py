@@ -5,45 +5,43 @@ import torch
 from drawing import pictures_of
 
 from flowrl_img import seeds
-from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError, check_first_update
+from flowrl_img.micro_batch import MicroBatch
+from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 
-JPEG = [{"name": "jpeg"}]
+ONE_UPDATE = {"updates_per_rollout": 1}
 
 
 def gradient(trainer) -> list[torch.Tensor]:
     return [p.grad.clone() for p in trainer.parameters]
 
 
-def first_gradient(trainer, micro_batch=None):
+def first_gradient(trainer):
     """Gradient of the whole first rollout as one update, without stepping."""
-    scored = trainer.collect(0)
-    rows = torch.arange(len(scored.rollout.edges))
     trainer._zero_grad()
-    trainer._accumulate(scored.rollout.edges, scored, rows)
+    trainer.accumulate(trainer.points(trainer.collect(0)), 0)
     return gradient(trainer)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 6, 24])
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_every_ratio_is_one_before_the_first_update(tiny_trainer, micro_batch, guidance):
-    trainer = tiny_trainer(rollout={"guidance": guidance}, run={"micro_batch": micro_batch})
-    scored = trainer.collect(0)
-    batches = trainer._micro_batches(torch.arange(len(scored.rollout.edges)))
-    spread = check_first_update(trainer, scored.rollout.edges, scored, batches)
+    trainer = tiny_trainer(rollout={"guidance": guidance}, run={"micro_batch": micro_batch, **ONE_UPDATE})
+    spread = trainer.accumulate(trainer.points(trainer.collect(0)), 0)
     assert spread["check_ratio_error"] <= 1e-6
     assert spread["check_residual_error"] <= 1e-4
+    assert "check_distance" not in spread
 
 
 @pytest.mark.parametrize("guidance", [1.0, 4.5])
 def test_scoring_in_any_order_twice_with_other_rollouts_between_changes_no_bit(tiny_trainer, guidance):
     trainer = tiny_trainer(rollout={"guidance": guidance}, objective={"kl_weight": 0.1})
     scored = trainer.collect(0)
-    edges = scored.rollout.edges
+    edges, points = scored.rollout.edges, trainer.points(scored)
 
     def scores(order):
         found = {}
         for k in order:
-            moments = trainer.predict(trainer.points(edges, scored, torch.tensor([k])))
+            moments = points.predict(MicroBatch(torch.tensor([k]))).moments
             found[k] = torch.cat([moments.e2, moments.dref2, moments.dold2, moments.cross]).detach()
         return torch.stack([found[k] for k in range(len(edges))])
 
@@ -56,7 +54,7 @@ def test_scoring_in_any_order_twice_with_other_rollouts_between_changes_no_bit(t
 
 
 def test_rollout_scoring_and_evaluation_use_one_table_that_later_changes_do_not_reach(tiny_trainer, monkeypatch):
-    trainer, seen = tiny_trainer(), []
+    trainer, seen = tiny_trainer(run=ONE_UPDATE), []
     velocity = type(trainer.model).velocity
     monkeypatch.setattr(
         type(trainer.model), "velocity", lambda self, x, sigma, c: (seen.append(sigma), velocity(self, x, sigma, c))[1]
@@ -69,8 +67,7 @@ def test_rollout_scoring_and_evaluation_use_one_table_that_later_changes_do_not_
     # The table of the rollout is scored, whatever the model says of a grid by then.
     monkeypatch.setattr(type(trainer.model), "sigmas", lambda self, num_steps: grid.flip(0))
     seen.clear()
-    rows = torch.arange(len(scored.rollout.edges))
-    spread = check_first_update(trainer, scored.rollout.edges, scored, [rows])
+    spread = trainer.accumulate(trainer.points(scored), 0)
     assert spread["check_ratio_error"] <= 1e-6
     assert sorted({float(s) for sigma in seen for s in sigma}) == grid[:3].flip(0).tolist()
 
@@ -94,9 +91,9 @@ def test_a_scaled_state_stops_the_run_with_a_named_error(tiny_trainer, which):
 
 
 def test_accumulated_gradient_equals_the_one_batch_gradient(tiny_trainer):
-    whole = first_gradient(tiny_trainer(run={"micro_batch": 1000}))
+    whole = first_gradient(tiny_trainer(run={"micro_batch": 1000, **ONE_UPDATE}))
     for micro_batch in (1, 2, 4):
-        parts = first_gradient(tiny_trainer(run={"micro_batch": micro_batch}))
+        parts = first_gradient(tiny_trainer(run={"micro_batch": micro_batch, **ONE_UPDATE}))
         for a, b in zip(parts, whole, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * max(float(w.abs().max()) for w in whole))
 
@@ -111,7 +108,8 @@ def test_updates_per_rollout_are_exactly_those_asked_for(tiny_trainer):
 def test_updates_of_one_rollout_train_every_sample_once(tiny_trainer):
     trainer = tiny_trainer(run={"updates_per_rollout": 4})
     scored = trainer.collect(0)
-    parts = trainer._partition(scored)
+    points = trainer.points(scored)
+    parts = [points.rows(k) for k in range(4)]
     seen = torch.cat(parts).sort().values
     assert torch.equal(seen, torch.arange(len(scored.rollout.edges)))
     leaves = [set(scored.rollout.edges.leaf[p].tolist()) for p in parts]
@@ -158,17 +156,13 @@ def test_kl_starts_at_exactly_zero_for_a_new_adapter(tiny_trainer):
 
 
 def test_a_step_raises_the_log_prob_of_good_samples_and_lowers_that_of_bad(tiny_trainer):
-    from flowrl_img.kernels.logprob import log_ratio
-
-    trainer = tiny_trainer(optimizer={"lr": 2e-4}, run={"updates_per_rollout": 1}, objective={"clip_range": 0.5})
+    trainer = tiny_trainer(optimizer={"lr": 2e-4}, run=ONE_UPDATE, objective={"clip_range": 0.5})
     scored = trainer.collect(0)
+    points = trainer.points(scored)
     list(trainer.train_on(scored))
-    rows = torch.arange(len(scored.rollout.edges))
-    points = trainer.points(scored.rollout.edges, scored, rows)
-    with torch.no_grad():
-        moments = trainer.predict(points)
-    delta = log_ratio(moments.dold2, moments.cross, moments.table.B, moments.table.std)
-    assert (delta * points.advantage).mean() > 0
+    found = [points.predict(batch) for batch in points.micro_batches(0)]
+    gain = [(trainer.objective.log_ratio(p.moments) * p.advantage).sum() for p in found]
+    assert sum(gain) > 0
 
 
 def test_an_overflowing_network_changes_no_weight(tiny_trainer):
@@ -192,8 +186,8 @@ def test_low_precision_takes_the_old_velocity_in_the_training_layout(tiny_traine
 
 
 def test_gradient_checkpointing_gives_the_same_gradient(tiny_trainer):
-    plain = first_gradient(tiny_trainer())
-    saved = first_gradient(tiny_trainer(model={"gradient_checkpointing": True}))
+    plain = first_gradient(tiny_trainer(run=ONE_UPDATE))
+    saved = first_gradient(tiny_trainer(model={"gradient_checkpointing": True}, run=ONE_UPDATE))
     assert max(float(g.abs().max()) for g in plain) > 0
     for a, b in zip(saved, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-8)

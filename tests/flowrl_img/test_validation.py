@@ -13,6 +13,39 @@ def test_every_packaged_recipe_is_valid(name):
     assert validate(recipes.load(name)).images > 0
 
 
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("sd35-")])
+def test_published_recipes_do_the_same_on_one_process_and_on_eight(name):
+    one, eight = (validate(recipes.load(name), count) for count in (1, 8))
+    for field in ("images", "updates", "images_per_update", "points_per_update", "evaluations"):
+        assert getattr(one, field) == getattr(eight, field), field
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (["objective={name: tempflow_grpo}"], "rollout.kind = independent: objective tempflow_grpo needs anchor_fork"),
+        (["objective={name: nft}", "rollout.kind=anchor_fork"], "objective nft needs independent"),
+        (["objective={name: dgpo}", "matching.share=sample"], "objective dgpo compares pictures at the same times"),
+        (["rollout.policy=ema", "weights.ema=null"], "weights.ema is null, so there is no average"),
+        (["rollout.kind=anchor_fork", "rollout.tail={ratio: 0.5}"], "a forked path has its own end"),
+        (["objective={name: nft}", "matching.times={name: grid, count: 11}"], "only 10 steps lie in [0, 10)"),
+        (["objective={name: nft}", "matching.times={name: gird}"], "did you mean 'grid'?"),
+        (["objective={name: nft}", "weights.old.decay={name: coppy}"], "weights.old.decay: no decay is called 'coppy'"),
+        (["objective={name: dgpo}", "run.micro_batch=8"], "scores a group of 12 pictures at once"),
+        (["objective={name: dgpo}", "rollout.groups=8", "run.updates_per_rollout=3"], "use rollout.groups = 6 or 9"),
+        (["rollout.kind=anchor_fork", "rollout.group_size=8"], "use rollout.group_size = 6 or 12"),
+        (
+            ["rollout.kind=anchor_fork", "rollout.groups=3", "rollout.group_size=6", "run.updates_per_rollout=2"],
+            "rollout.groups = 2 or 4",
+        ),
+    ],
+)
+def test_what_an_objective_does_not_go_with_is_told_with_the_way_out(changes, expected):
+    with pytest.raises(ValueError) as caught:
+        validate(recipes.load("pico", changes))
+    assert expected in str(caught.value)
+
+
 def test_all_mistakes_are_told_in_one_error():
     names = ["rollout.step.name=x", "objective.name=y", "model.family=z", "rewards.0.name=w"]
     changes = ["rollout.window.size=99", *names]
@@ -47,7 +80,8 @@ def test_an_objective_of_ones_own_needs_no_registration(monkeypatch):
     module.Mine = type("Mine", (FlowGRPO,), {})
     monkeypatch.setitem(sys.modules, "my_objectives", module)
     config = recipes.load("pico", ["objective={name: 'my_objectives:Mine', kl_weight: 0.1}"])
-    assert validate(config).reference_evaluations == 384
+    plan = validate(config)
+    assert plan.reference_evaluations == plan.training_evaluations
 
 
 def test_lists_of_a_recipe_become_the_tuples_of_a_field():

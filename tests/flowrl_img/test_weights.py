@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from flowrl_img.config import EmaConfig, LoraConfig, WeightsConfig
+from flowrl_img.config import Config, EmaConfig, FollowConfig, LoraConfig, PartConfig, RolloutConfig, WeightsConfig
 from flowrl_img.models.sd3 import SD3
-from flowrl_img.weights import WeightSets
+from flowrl_img.needs import Needs
+from flowrl_img.weights import WeightSets, sets_of
 
 LORA = WeightsConfig(lora=LoraConfig(rank=4, alpha=8))
 FULL = WeightsConfig(kind="full")
@@ -72,8 +73,8 @@ def test_ema_follows_its_formula_and_never_aliases_the_trained_weights(network):
     weights = shaken(network, WeightsConfig(lora=LORA.lora, ema=EmaConfig(decay=0.9)))
     start = [t.clone() for t in weights.sets["ema"]]
     current = [p.detach().clone() for p in weights.trainable.values()]
-    weights.update_ema(1)
-    decay = 2 / 11
+    weights.after_update(1)
+    decay = 1 / 10
     for average, before, now in zip(weights.sets["ema"], start, current, strict=True):
         torch.testing.assert_close(average, decay * before + (1 - decay) * now)
     with weights.use("ema"):
@@ -85,9 +86,9 @@ def test_ema_follows_its_formula_and_never_aliases_the_trained_weights(network):
 def test_ema_is_taken_every_so_many_updates(network):
     weights = shaken(network, WeightsConfig(lora=LORA.lora, ema=EmaConfig(every=4)))
     before = [t.clone() for t in weights.sets["ema"]]
-    weights.update_ema(3)
+    weights.after_update(3)
     assert all(torch.equal(a, b) for a, b in zip(weights.sets["ema"], before, strict=True))
-    weights.update_ema(4)
+    weights.after_update(4)
     assert not all(torch.equal(a, b) for a, b in zip(weights.sets["ema"], before, strict=True))
 
 
@@ -133,3 +134,138 @@ def test_the_start_of_an_adapter_depends_on_its_seed_alone(tiny_folder):
         starts.append([p.clone() for p in WeightSets(net, LORA, SD3.lora_targets, seed=3).trainable.values()])
         assert torch.equal(torch.random.get_rng_state(), before)
     assert all(torch.equal(a, b) for a, b in zip(*starts, strict=True))
+
+
+# --- sets that follow ----------------------------------------------------------------------------------------------
+
+
+def following(**changes) -> WeightsConfig:
+    return WeightsConfig(**{"lora": LORA.lora, **changes})
+
+
+def rule(after: str, **decay) -> FollowConfig:
+    return FollowConfig(decay=PartConfig(**decay), after=after)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_old_and_trust_follow_their_own_schedules_and_the_average_its_own(network, kind):
+    """One update with decay d: old = d old + (1 - d) new, exactly, and no set disturbs another."""
+    config = following(
+        kind=kind,
+        old=rule("rollout", name="constant", decay=0.75),
+        trust=rule("update", name="linear", rate=0.1, limit=0.3),
+    )
+    weights = WeightSets(network, config, SD3.lora_targets, seed=0, keep=("old", "trust"))
+    start = [p.detach().clone() for p in weights.trainable.values()]
+    g = torch.Generator().manual_seed(1)
+
+    def move() -> list[torch.Tensor]:
+        with torch.no_grad():
+            for parameter in weights.trainable.values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=g))
+        return [p.detach().clone() for p in weights.trainable.values()]
+
+    first = move()
+    weights.after_update(1)
+    second = move()
+    weights.after_update(2)
+    assert all(torch.equal(a, b) for a, b in zip(weights.sets["old"], start, strict=True))
+    trust = [0.1 * a + 0.9 * b for a, b in zip(first, second, strict=True)]  # d(0) = 0, d(1) = 0.1
+    torch.testing.assert_close(weights.sets["trust"], trust, rtol=1e-6, atol=1e-7)
+    weights.after_rollout(2)
+    old = [0.75 * a + 0.25 * b for a, b in zip(start, second, strict=True)]
+    torch.testing.assert_close(weights.sets["old"], old, rtol=1e-6, atol=1e-7)
+    ema = [2 / 11 * (0.1 * a + 0.9 * b) + 9 / 11 * c for a, b, c in zip(start, first, second, strict=True)]
+    torch.testing.assert_close(weights.sets["ema"], ema, rtol=1e-6, atol=1e-7)
+    assert all(torch.equal(p, q) for p, q in zip(weights.trainable.values(), second, strict=True))
+
+
+def test_a_copied_old_policy_is_the_trained_weights_to_the_bit(network):
+    weights = WeightSets(network, following(), SD3.lora_targets, seed=0, keep=("old",))
+    with torch.no_grad():
+        for parameter in weights.trainable.values():
+            parameter.add_(0.1)
+    weights.after_rollout(1)
+    for held, parameter in zip(weights.sets["old"], weights.trainable.values(), strict=True):
+        assert torch.equal(held, parameter)
+        assert held.data_ptr() != parameter.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("ema_traj_int1", {"ema": EmaConfig(decay=0.9, every=1)}),
+        ("ema_traj_int8", {"ema": EmaConfig(decay=0.9, every=8)}),
+        ("ema_ref_traj_dgpo", {"ema": None, "old": rule("update", name="linear", rate=0.001, limit=0.3)}),
+    ],
+)
+def test_published_trajectories_of_averages_are_met(golden, name, config):
+    case = golden("ema", name)
+    layer = torch.nn.Linear(6, 1, bias=False)
+    which = next(reversed(config))
+    weights = WeightSets(layer, WeightsConfig(kind="full", **config), (), seed=0, keep={which} - {"ema"})
+    parameter = weights.trainable["weight"]
+    parameter.data = case["params"][:1].clone()
+    weights.remember(which)
+    seen = []
+    for update, values in enumerate(case["params"][1:], 1):
+        parameter.data = values[None].clone()
+        weights.after_update(update)
+        seen.append(weights.sets[which][0][0].clone())
+    case.check("ema", torch.stack(seen))
+
+
+def test_two_sets_share_a_batch_and_give_what_each_gives_alone(network):
+    weights = WeightSets(network, following(), SD3.lora_targets, seed=0, keep=("old",))
+    g = torch.Generator().manual_seed(1)
+    for held in weights.sets["old"]:
+        held.add_(0.05 * torch.randn(held.shape, generator=g))
+    with weights.use("old"):
+        old = velocity(network)
+    with weights.use("reference"):
+        reference = velocity(network)
+    g = torch.Generator().manual_seed(0)
+    inputs = {
+        "hidden_states": torch.randn(2, 4, 8, 8, generator=g),
+        "encoder_hidden_states": torch.randn(2, 15, 32, generator=g),
+        "pooled_projections": torch.randn(2, 32, generator=g),
+        "timestep": torch.tensor([300.0, 900.0]),
+    }
+    twice = {name: torch.cat([x, x]) for name, x in inputs.items()}
+    with torch.no_grad(), weights.beside_reference("old", 2):
+        both = network(**twice).sample
+    torch.testing.assert_close(both[:2], old, rtol=0, atol=1e-5)
+    torch.testing.assert_close(both[2:], reference, rtol=0, atol=1e-5)
+    assert (old - reference).abs().max() > 1e-3
+    assert torch.equal(velocity(network), reference)  # a new adapter is the reference, and no hook is left
+
+
+def test_two_sets_share_no_batch_in_a_full_run_or_under_gradients(network):
+    weights = WeightSets(network, FULL, SD3.lora_targets, seed=0, keep=("old",))
+    with torch.no_grad(), pytest.raises(ValueError, match="only with LoRA"), weights.beside_reference("old", 2):
+        pass
+
+
+def test_hooks_go_and_weights_come_back_after_an_exception_in_a_shared_batch(network):
+    weights = WeightSets(network, following(), SD3.lora_targets, seed=0, keep=("old",))
+    before = [p.detach().clone() for p in weights.trainable.values()]
+    for held in weights.sets["old"]:
+        held.add_(1.0)
+    with pytest.raises(RuntimeError, match="inside"), torch.no_grad(), weights.beside_reference("old", 1):
+        raise RuntimeError("inside")
+    assert all(torch.equal(p, q) for p, q in zip(weights.trainable.values(), before, strict=True))
+    assert not any(layer.lora_A["default"]._forward_hooks for layer in weights._layers)
+
+
+@pytest.mark.parametrize(
+    ("policy", "needs", "sets"),
+    [
+        ("current", Needs({"old"}), set()),
+        ("old", Needs({"old"}), {"old"}),
+        ("current", Needs({"old", "reference"}, points="matching"), {"old"}),
+        ("ema", Needs({"trust", "reference"}, points="matching"), {"trust"}),
+        ("old", Needs(points="matching"), {"old"}),
+    ],
+)
+def test_a_set_is_kept_only_where_somebody_reads_it(policy, needs, sets):
+    assert sets_of(Config(rollout=RolloutConfig(policy=policy)), needs) == sets

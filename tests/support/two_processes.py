@@ -1,4 +1,7 @@
-"""Run under torchrun: three updates of a small run, then rank 0 writes the trained weights and metrics."""
+"""Run under torchrun or alone: small runs, one after the other; rank 0 writes their trained weights and metrics.
+
+Arguments: pairs of a configuration file and a folder for what was found.
+"""
 
 import json
 import sys
@@ -12,22 +15,21 @@ from safetensors.torch import save_file
 from flowrl_img.config import Config
 from flowrl_img.evaluate import evaluate
 from flowrl_img.parallel import Processes
+from flowrl_img.parts import assemble
 from flowrl_img.prompts import choose_evenly
-from flowrl_img.run import assemble, load_model, load_weights
+from flowrl_img.run import load_model, load_weights
 from flowrl_img.trainer import Trainer
 
 
-def main(config_file: str, out: str) -> None:
-    torch.set_num_threads(1)
+def run(config_file: str, out: str, processes: Processes) -> None:
     config = Config.model_validate(yaml.safe_load(Path(config_file).read_text()))
     parts = assemble(config)
-    processes = Processes(Accelerator(cpu=True))
     model = load_model(config, processes.device)
-    weights = load_weights(config, model)
-    trainer = Trainer(
-        config, model, weights, parts.train, parts.reward, parts.objective, parts.step_rule, parts.window, processes
-    )
+    weights = load_weights(config, model, parts.objective.needs)
+    shift_followers(weights)
+    trainer = Trainer(config, parts, model, weights, processes)
     metrics = [u.metrics for u in trainer.run()]
+    calls = processes.sum(float(model.calls))
     samples = choose_evenly(parts.held_out, 7, None)
     held_out = evaluate(
         model, parts.held_out, samples, parts.reward, num_steps=2, guidance=1.0, batch=2, processes=processes
@@ -36,10 +38,23 @@ def main(config_file: str, out: str) -> None:
         folder = Path(out)
         folder.mkdir(parents=True, exist_ok=True)
         save_file({n: p.detach().contiguous() for n, p in weights.trainable.items()}, folder / "weights.safetensors")
-        found = {"metrics": metrics, "held_out": held_out.columns["reward"].tolist()}
+        found = {"metrics": metrics, "held_out": held_out.columns["reward"].tolist(), "calls": calls}
         (folder / "found.json").write_text(json.dumps(found))
     processes.wait()
 
 
+def shift_followers(weights) -> None:
+    """A new adapter equals its reference; a moved one makes every term of an objective act from the first update."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in weights.trainable.values():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    for name in weights.decays:
+        weights.remember(name)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)
+    shared = Processes(Accelerator(cpu=True))
+    for config_file, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        run(config_file, out, shared)

@@ -1,0 +1,105 @@
+"""The journal of a comparison: one folder for each run, complete or thrown away, so that a stopped comparison goes on.
+
+FOLDER/<reward>/<algorithm>/<seed|trial>/
+    config.yaml  metrics.jsonl  evaluations.jsonl  ...   the run's own files, without its checkpoints
+    measured.json    base against tuned, diversity and KL; its presence says that the run is complete
+FOLDER/tuned.json    which trial of each algorithm was chosen, and what all of them reached
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowrl_img import recipes
+from flowrl_img.comparison.settings import Cell, Settings
+from flowrl_img.config import Config
+
+__all__ = ["Journal"]
+
+Run = Callable[[Path], None]
+"""Trains the configuration of a recipe file."""
+Measure = Callable[[Path], Mapping[str, Any]]
+"""What is measured of a finished run folder."""
+
+
+class Journal:
+    """Runs cells that are not there yet. Example: `Journal(folder, settings, judge).run(cell, measure)`."""
+
+    def __init__(self, folder: Path, settings: Settings, judge: Path) -> None:
+        self.folder, self.settings, self.judge = folder, settings, judge
+
+    def place(self, cell: Cell) -> Path:
+        return self.folder / cell.id
+
+    def done(self, cell: Cell) -> bool:
+        return (self.place(cell) / "measured.json").is_file()
+
+    def config(self, cell: Cell) -> Config:
+        """Of a trial, its own changes; of a run, those of the chosen trial."""
+        trials = self.settings.algorithms[cell.algorithm].trials
+        number = self.chosen().get(cell.algorithm, 0) if cell.trial is None else cell.trial
+        return cell.config(self.settings, trials[number], self.place(cell), self.judge)
+
+    def run(self, cell: Cell, measure: Measure, train: Run | None = None) -> Mapping[str, Any]:
+        """Train and measure unless it is done. What an interrupted attempt left is thrown away."""
+        place = self.place(cell)
+        if not self.done(cell):
+            shutil.rmtree(place, ignore_errors=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            recipe = place.with_suffix(".yaml")
+            recipe.write_text(recipes.to_yaml(self.config(cell)))
+            (train or _train)(recipe)
+            found = dict(measure(place))
+            for checkpoint in place.glob("checkpoint-*"):
+                shutil.rmtree(checkpoint)
+            recipe.unlink()
+            if (output := recipe.with_suffix(".log")).is_file():
+                output.rename(place / "output.log")
+            partial = place / "measured.json.part"
+            partial.write_text(json.dumps(found, indent=1))
+            partial.rename(place / "measured.json")
+        return json.loads((place / "measured.json").read_text())
+
+    def trials(self, reward: str, seed: int) -> list[Cell]:
+        """The tuning runs of every algorithm."""
+        return [
+            Cell(reward, name, seed, trial)
+            for name, algorithm in self.settings.algorithms.items()
+            for trial in range(len(algorithm.trials))
+        ]
+
+    def choose(self, cells: list[Cell]) -> dict[str, int]:
+        """The trial of each algorithm with the best reward on the tuning split, among those that are done."""
+        reached: dict[str, dict[int, float]] = {}
+        for cell in cells:
+            if cell.trial is not None and self.done(cell):
+                reward = json.loads((self.place(cell) / "measured.json").read_text())["after"]["reward"][0]
+                reached.setdefault(cell.algorithm, {})[cell.trial] = reward
+        rows = {
+            name: {"chosen": max(rewards, key=lambda k: rewards[k]), "reward": rewards,
+                   "changes": [list(t) for t in self.settings.algorithms[name].trials]}
+            for name, rewards in reached.items()
+        }  # fmt: skip
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "tuned.json").write_text(json.dumps(rows, indent=1))
+        return self.chosen()
+
+    def chosen(self) -> dict[str, int]:
+        """Chosen trials by algorithm; empty before tuning."""
+        file = self.folder / "tuned.json"
+        return {name: row["chosen"] for name, row in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+
+def _train(recipe: Path) -> None:
+    """In a process of its own, so that runs cannot disturb each other. RuntimeError with the end of its output."""
+    command = [sys.executable, "-m", "flowrl_img", "train", str(recipe)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    recipe.with_suffix(".log").write_text(done.stdout)
+    if done.returncode:
+        raise RuntimeError(f"{recipe.stem} ended with code {done.returncode}:\n{done.stdout[-2000:]}")

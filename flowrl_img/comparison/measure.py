@@ -1,0 +1,122 @@
+"""What is measured of a finished run besides its own files: base against tuned on paired pictures, diversity, KL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from flowrl_img import seeds
+from flowrl_img.blend import Blend, Side
+from flowrl_img.checkpoint import latest, load_adapter_tensors
+from flowrl_img.config import Config
+from flowrl_img.evaluate import EVAL_SEED, Evaluation, evaluate, gain, level
+from flowrl_img.guidance import guided
+from flowrl_img.kernels.logprob import kl
+from flowrl_img.kernels.step import ode_step
+from flowrl_img.needs import Needs
+from flowrl_img.parallel import Processes
+from flowrl_img.parts import RunParts, assemble
+from flowrl_img.prompts import choose_evenly
+from flowrl_img.rollout import generate, root_keys
+from flowrl_img.run import load_model, load_weights
+from flowrl_img.samplers.steps.flow_sde import FlowSDE
+from flowrl_img.samplers.steps.ode import ODE
+from flowrl_img.types import PromptSet, Sample
+from flowrl_img.weights import WeightSets
+
+__all__ = ["diversity", "kl_to_base", "measure_run", "tuned_and_base"]
+
+KL_STEPS, KL_NOISE = 10, 0.7
+
+
+def measure_run(
+    run: Path, *, pictures: int, judge: Any, prompts: int = 24, per_prompt: int = 8, kl_pictures: int = 48
+) -> dict[str, Any]:
+    """Of the latest checkpoint of `run`: {before, after, gain} by column, {diversity: {before, after}}, kl.
+
+    Values of columns are [mean, low, high] over tasks. judge: embeds pictures, float [B, 3, H, W] -> unit rows.
+    """
+    config = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    parts, model, weights = tuned_and_base(config, run)
+    few = choose_evenly(parts.held_out, prompts, config.prompts.balance)
+    groups = [[Sample(s.prompt, s.group, image) for image in range(per_prompt)] for s in few]
+    samples = choose_evenly(parts.held_out, pictures, config.prompts.balance)
+    found: dict[str, Any] = {"diversity": {}}
+    evaluations: dict[str, Evaluation] = {}
+    for label, weight_set in (("before", "reference"), ("after", "current")):
+        with weights.use(weight_set):
+            evaluations[label] = _evaluated(config, parts, model, samples)
+            found["diversity"][label] = diversity(config, model, parts.held_out, groups, judge)
+    shared = [c for c in evaluations["before"].columns if c in evaluations["after"].columns]
+    for label, evaluation in evaluations.items():
+        found[label] = {column: _triple(level(evaluation, column)) for column in shared}
+    found["gain"] = {c: _triple(gain(evaluations["before"], evaluations["after"], c)) for c in shared}
+    near = choose_evenly(parts.held_out, kl_pictures, config.prompts.balance)
+    found["kl"] = kl_to_base(model, weights, parts.held_out, near, batch=config.evaluation.batch)
+    return found | {"pictures": len(samples)}
+
+
+def tuned_and_base(config: Config, run: Path) -> tuple[RunParts, Any, WeightSets]:
+    """Parts and model of a run with its tuned weights as the current ones and its base as the reference."""
+    parts = assemble(config)
+    model = load_model(config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    weights = load_weights(config, model, Needs())
+    load_adapter_tensors(latest(run), weights, "ema" if "ema" in weights.sets else "current")
+    model.network.eval()
+    return parts, model, weights
+
+
+def _evaluated(config: Config, parts: RunParts, model: Any, samples: Sequence[Sample]) -> Evaluation:
+    held_out = config.evaluation
+    return evaluate(
+        model, parts.held_out, samples, parts.reward, num_steps=held_out.steps, guidance=held_out.guidance,
+        batch=held_out.batch, solver=parts.evaluation_solver, processes=Processes(), report=parts.report,
+    )  # fmt: skip
+
+
+def _triple(interval: Any) -> list[float]:
+    return [round(float(x), 6) for x in (interval.value, interval.low, interval.high)]
+
+
+def diversity(config: Config, model: Any, prompts: PromptSet, groups: Sequence[Sequence[Sample]], judge: Any) -> float:
+    """Mean over groups of the mean distance 1 - cos of two pictures of a prompt, in the judge's embedding."""
+    held_out = config.evaluation
+    distances = []
+    for group in groups:
+        pictures = generate(
+            Blend(Side(model)), [prompts.texts[s.prompt] for s in group], root_keys(group, EVAL_SEED),
+            num_steps=held_out.steps, guidance=held_out.guidance, batch=held_out.batch,
+        )  # fmt: skip
+        rows: Tensor = judge(pictures)
+        count = len(rows)
+        distances.append(1 - (float((rows @ rows.T).sum()) - count) / (count * (count - 1)))
+    return sum(distances) / len(distances)
+
+
+@torch.no_grad()
+def kl_to_base(model: Any, weights: WeightSets, prompts: PromptSet, samples: Sequence[Sample], *, batch: int) -> float:
+    """KL from base to tuned along the tuned model's own path, in nats per latent element, summed over its steps.
+
+    Each step is that of Flow-SDE (10 steps, noise level 0.7, the last left out) at states of the tuned model's ODE.
+    """
+    sigmas = model.sigmas(KL_STEPS)
+    table, calm = FlowSDE(KL_NOISE).coefficients(sigmas), ODE().coefficients(sigmas)
+    total = 0.0
+    for start in range(0, len(samples), batch):
+        chunk = samples[start : start + batch]
+        texts = [prompts.texts[s.prompt] for s in chunk]
+        x = seeds.normal(root_keys(chunk, EVAL_SEED), model.latent_shape, model.device)
+        for i in range(KL_STEPS - 1):
+            index = torch.full((len(chunk),), i)
+            v = guided(model, x, sigmas[index], texts, 1.0)
+            with weights.use("reference"):
+                base = guided(model, x, sigmas[index], texts, 1.0)
+            row = table.rows(index)
+            total += float(kl((v - base).flatten(1).square().mean(1), row.B, row.std).sum())
+            x = ode_step(x, v, calm.rows(index).A, calm.rows(index).B)
+    return total / len(samples)

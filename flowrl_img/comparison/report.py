@@ -1,0 +1,233 @@
+"""The journal as numbers, a table and curves. A run that is not there leaves an empty place."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flowrl_img.comparison.journal import Journal
+from flowrl_img.comparison.settings import Cell, cost_of_rollout
+
+__all__ = ["Curve", "curve_of", "interval", "results", "table", "write_report"]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Held-out reward along a run, each [P]: cost so far in network evaluations, seconds of training, reward."""
+
+    cost: Sequence[float]
+    seconds: Sequence[float]
+    reward: Sequence[float]
+
+    def cost_to(self, target: float) -> float | None:
+        """Cost at which the curve, straight between its points, first reaches `target`; None if it does not."""
+        previous = None
+        for cost, reward in zip(self.cost, self.reward, strict=True):
+            if reward >= target:
+                if previous is None or reward == previous[1]:
+                    return cost
+                share = (target - previous[1]) / (reward - previous[1])
+                return previous[0] + share * (cost - previous[0])
+            previous = (cost, reward)
+        return None
+
+
+def curve_of(run: Path, cost_per_rollout: int, updates_per_rollout: int) -> Curve:
+    """From the run's evaluations.jsonl and metrics.jsonl. Seconds leave held-out evaluation out."""
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    clock = {0: 0.0} | {
+        row["update"]: sum(s for phase, s in row["seconds"].items() if phase != "evaluation") for row in metrics
+    }
+    points: dict[int, float] = {}
+    for line in (run / "evaluations.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        points[row["update"]] = row["means"]["reward"]
+    updates = sorted(points)
+    return Curve(
+        [update / updates_per_rollout * cost_per_rollout for update in updates], [clock[update] for update in updates],
+        [points[update] for update in updates],
+    )  # fmt: skip
+
+
+def interval(values: Sequence[float]) -> list[float] | None:
+    """[mean, low, high] of a few independent values, 95 %, by Student's t; None of none, and no width of one."""
+    if not values:
+        return None
+    from scipy import stats
+
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return [mean, float("nan"), float("nan")]
+    half = float(stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return [mean, mean - half, mean + half]
+
+
+def results(journal: Journal) -> dict[str, Any]:
+    """Everything that the report says, by reward and algorithm."""
+    settings = journal.settings
+    found: dict[str, Any] = {}
+    for reward, what in settings.rewards.items():
+        names = what.algorithms or tuple(settings.algorithms)
+        curves = {name: _curves(journal, reward, name, what.seeds) for name in names}
+        rows = {}
+        for name in names:
+            cells = [Cell(reward, name, seed) for seed in what.seeds if journal.done(Cell(reward, name, seed))]
+            measured = [json.loads((journal.place(cell) / "measured.json").read_text()) for cell in cells]
+            rows[name] = {
+                "seeds": [cell.seed for cell in cells],
+                "cells": {str(cell.seed): m for cell, m in zip(cells, measured, strict=True)},
+                "curves": {str(seed): vars(curve) for seed, curve in curves[name].items()},
+                "summary": _summary(measured),
+                "cost_to": {str(t): _reached(curves[name], t) for t in what.targets},
+                "fewer": fewer(curves.get(settings.reference, {}), curves[name])
+                if name != settings.reference
+                else None,
+                "seconds": interval([curve.seconds[-1] for curve in curves[name].values()]),
+            }
+        found[reward] = rows
+    return found
+
+
+def _curves(journal: Journal, reward: str, name: str, numbers: Sequence[int]) -> dict[int, Curve]:
+    found = {}
+    for cell in (Cell(reward, name, seed) for seed in numbers):
+        if journal.done(cell):
+            config = journal.config(cell)
+            found[cell.seed] = curve_of(journal.place(cell), cost_of_rollout(config), config.run.updates_per_rollout)
+    return found
+
+
+def _summary(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """[mean, low, high] over seeds of what was measured; of one seed, its own interval over prompts."""
+    if not measured:
+        return {}
+    columns = measured[0]["gain"]
+
+    def over(part: str, column: str) -> Any:
+        if len(measured) == 1:
+            return measured[0][part][column]
+        return interval([m[part][column][0] for m in measured])
+
+    found = {f"{part} {c}": over(part, c) for part in ("before", "after", "gain") for c in columns}
+    for label in ("before", "after"):
+        found[f"{label} diversity"] = interval([m["diversity"][label] for m in measured])
+    return found | {"kl": interval([m["kl"] for m in measured])}
+
+
+def _reached(curves: dict[int, Curve], target: float) -> dict[str, Any]:
+    costs = [cost for curve in curves.values() if (cost := curve.cost_to(target)) is not None]
+    return {"runs": len(curves), "reached": len(costs), "cost": interval(costs) if len(costs) == len(curves) else None}
+
+
+def fewer(reference: dict[int, Curve], curves: dict[int, Curve]) -> dict[str, Any]:
+    """How many times fewer evaluations than the reference to the reference's final reward, seed by seed.
+
+    [geometric mean, low, high] of (cost of the reference to get there) / (cost of this one); None where a run that both
+    have did not get there.
+    """
+    shared = sorted(set(reference) & set(curves))
+    ratios = []
+    for seed in shared:
+        target = reference[seed].reward[-1]
+        ours, theirs = curves[seed].cost_to(target), reference[seed].cost_to(target)
+        if ours is not None and theirs is not None and ours > 0:
+            ratios.append(math.log(theirs / ours))
+    whole = interval(ratios) if ratios and len(ratios) == len(shared) else None
+    return {
+        "runs": len(shared),
+        "reached": len(ratios),
+        "ratio": None if whole is None else [math.exp(x) for x in whole],
+    }
+
+
+COLUMNS = (
+    ("gain of reward", lambda row: row["summary"].get("gain reward")),
+    ("gain of strict", lambda row: row["summary"].get("gain strict") or row["summary"].get("gain geneval/strict")),
+    ("CLIP score", lambda row: row["summary"].get("after report/clipscore")),
+    ("diversity", lambda row: row["summary"].get("after diversity")),
+    ("KL to base", lambda row: row["summary"].get("kl")),
+    ("seconds", lambda row: row["seconds"]),
+    ("times fewer evaluations", lambda row: (row["fewer"] or {}).get("ratio")),
+)
+
+
+def table(found: dict[str, Any], reward: str) -> str:
+    """The rows of one reward in Markdown; mean and 95 % interval, an empty cell where there is no number."""
+    rows = found[reward]
+    targets = list(next(iter(rows.values()))["cost_to"]) if rows else []
+    titles = ["algorithm", "runs", *(title for title, _ in COLUMNS), *(f"evaluations to {t}" for t in targets)]
+    lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
+    for name, row in rows.items():
+        cells = [_cell(read(row)) for _, read in COLUMNS]
+        cells += [_cell(row["cost_to"][t]["cost"]) for t in targets]
+        lines.append(f"| {' | '.join([name, str(len(row['seeds'])), *cells])} |")
+    return "\n".join(lines)
+
+
+def _cell(triple: Sequence[float] | None) -> str:
+    if triple is None or not math.isfinite(triple[0]):
+        return ""
+    mean, low, high = triple
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return _number(mean)
+    return f"{_number(mean)} [{_number(low)}, {_number(high)}]"
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" if abs(x) < 0.01 or abs(x) >= 10 else f"{x:.3f}"
+
+
+def write_report(journal: Journal, out: Path, command: str) -> None:
+    """results.json, README.md and, where there are curves, one picture a reward, into `out`."""
+    found = results(journal)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(found, indent=1, allow_nan=True))
+    parts = [HEAD.format(budget=journal.settings.budget, command=command, reference=journal.settings.reference)]
+    for reward in found:
+        parts.append(f"## {reward}\n\n{table(found, reward)}\n")
+        if any(row["curves"] for row in found[reward].values()):
+            _plot(found[reward], out / f"{reward}.png")
+            parts.append(f"![held-out reward on {reward}]({reward}.png)\n")
+    (out / "README.md").write_text("\n".join(parts))
+
+
+HEAD = """\
+# Algorithms at equal cost
+
+`{command}`
+
+Every run has {budget:,} network evaluations, a forward pass counted as 1 and a backward pass as 2; held-out evaluation
+is not counted. Means and 95 % intervals over seeds (Student's t), of a single run over prompts (bootstrap). Times fewer
+evaluations: to the final held-out reward of {reference}, seed by seed, geometric mean. KL to base: nats per latent
+element along the tuned model's path. Diversity: mean distance of two pictures of a prompt in the judge's embedding. An
+empty cell: not run, or not reached by every seed. Raw files of every run are beside this page.
+"""
+
+
+def _plot(rows: dict[str, Any], file: Path) -> None:
+    """Held-out reward against evaluations and against seconds, one line a run."""
+    from matplotlib import colormaps
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    colors = colormaps["tab10"]
+    axes = figure.subplots(1, 2, sharey=True)
+    for axis, key, label in ((axes[0], "cost", "network evaluations"), (axes[1], "seconds", "seconds of training")):
+        for k, (name, row) in enumerate(rows.items()):
+            for j, curve in enumerate(row["curves"].values()):
+                axis.plot(
+                    curve[key], curve["reward"], color=colors(k), label=name if j == 0 else None, lw=1.2, marker="."
+                )
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("held-out reward")
+    axes[1].legend(fontsize=8)
+    figure.savefig(file, dpi=110)

@@ -1,0 +1,70 @@
+"""Everything of a run that can be built and checked before a model is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from flowrl_img import plugins
+from flowrl_img.config import Config, RewardConfig
+from flowrl_img.prompts import draw_samples, load_prompts
+from flowrl_img.rewards import known_answers, registry
+from flowrl_img.sampling import check_noise, evaluation_solver_of, solver_of, step_rule_of, tail_of, times_of
+from flowrl_img.types import PromptSet
+from flowrl_img.window import window_of
+
+__all__ = ["RunParts", "assemble"]
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """Prompts, rewards, objective and sampler of a run. solver, times: for objectives on clean samples, else None."""
+
+    config: Config
+    train: PromptSet
+    held_out: PromptSet
+    reward: Any
+    report: dict[str, Any]
+    objective: Any
+    step_rule: Any
+    window: Any
+    tail: Any
+    solver: Any
+    times: Any
+    evaluation_solver: Any
+
+    def check_grid(self, sigmas: Tensor) -> None:
+        """Raise if a step that is to be trained has no noise on the model's own grid. sigmas: [N+1]."""
+        if not self.objective.needs.matching:
+            check_noise(self.step_rule, self.config.rollout, sigmas)
+
+
+def assemble(config: Config) -> RunParts:
+    """Build and check them. ValueError or FileNotFoundError tells what to change."""
+    train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
+    draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
+    reward = _mixture(config.rewards)
+    report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
+    for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
+        for scorer in (reward, *report.values()):
+            try:
+                scorer.validate(prompts.texts, prompts.metadata)
+            except ValueError as error:
+                raise ValueError(f"prompt file {name}: {error}") from error
+    for scorer in (reward, *report.values()):
+        known_answers.check(scorer)
+    objective = plugins.build("objectives", config.objective.section(), where="objective")
+    needs = objective.needs
+    return RunParts(
+        config, train, held_out, reward, report, objective,
+        None if needs.matching else step_rule_of(config),
+        window_of(config.rollout.window, config.rollout.steps),
+        None if needs.matching else tail_of(config),
+        solver_of(config, needs), times_of(config, needs), evaluation_solver_of(config),
+    )  # fmt: skip
+
+
+def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
+    return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})
