@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from flowrl_img.config import Config
+from flowrl_img.config import Config, EvaluationConfig
 from flowrl_img.diversity import diversity, pack, thumbnails, unpack
-from flowrl_img.evaluate import EVAL_SEED, Evaluation, Scoring, draw, evaluation_of
+from flowrl_img.evaluate import EVAL_SEED, Evaluation, Scoring, evaluation_of, held_out_pictures
 from flowrl_img.folders import writable
 from flowrl_img.intervals import Interval, bootstrap
 from flowrl_img.ledger import Ledger, Row
 from flowrl_img.parallel import Processes
 from flowrl_img.prompts import choose_evenly
 from flowrl_img.run import assemble
+from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.scales import Variant
 from flowrl_img.sheets import to_picture
 from flowrl_img.sources import Sides, Subject
@@ -92,7 +93,8 @@ def compare(
     Raises ValueError or OSError before a model is loaded: unknown rewards, prompts they cannot score, a folder that
     cannot be written to or holds an evaluation with other settings.
     """
-    prompts, scoring, samples = _parts(subject.config, pictures)
+    prompts, scoring, solver = _parts(subject.config)
+    samples = choose_evenly(prompts, pictures, subject.config.prompts.balance)
     settings = _settings(subject, prompts)
     sheet = _evenly(samples, subject.config.evaluation.sheet)
     ledger = Ledger(writable(out, "--out"), processes.rank)
@@ -101,7 +103,8 @@ def compare(
     todo = _agreed(lambda: _lacking(ledger, settings, restart, chunks, variants, shown), processes)
     mine = [(chunks[chunk], variants[variant], set(ids)) for chunk, variant, ids in processes.share(todo)]
     if mine:
-        _Work(subject, subject.load(processes.device), prompts, scoring, ledger, shown).do(mine, progress)
+        sides = subject.load(processes.device)
+        _Work(subject.config.evaluation, solver, sides, prompts, scoring, ledger, shown).do(mine, progress)
     processes.wait()
     if not processes.is_main:
         return None
@@ -157,12 +160,11 @@ def _lacking(
     return [task for task in tasks if task[2]]
 
 
-def _parts(config: Config, pictures: int) -> tuple[PromptSet, Scoring, tuple[Sample, ...]]:
-    """Prompts, rewards and samples. Training prompts play no part: the rewards need not be able to score them."""
-    prompts = config.prompts.model_copy(update={"train": config.prompts.evaluation})
+def _parts(config: Config) -> tuple[PromptSet, Scoring, Solver]:
+    """Prompts, rewards and solver. Training prompts play no part: the rewards need not be able to score them."""
+    prompts = config.prompts.model_copy(update={"train": config.prompts.evaluation, "shares": None})
     parts = assemble(config.model_copy(update={"prompts": prompts}))
-    samples = choose_evenly(parts.held_out, pictures, config.prompts.balance)
-    return parts.held_out, Scoring(parts.held_out, parts.reward, parts.report), samples
+    return parts.held_out, Scoring(parts.held_out, parts.reward, parts.report), parts.evaluation_solver
 
 
 def _settings(subject: Subject, prompts: PromptSet) -> dict[str, Any]:
@@ -195,7 +197,8 @@ def _evenly(samples: Sequence[Sample], count: int) -> tuple[Sample, ...]:
 class _Work:
     """What one process does."""
 
-    subject: Subject
+    config: EvaluationConfig
+    solver: Solver
     sides: Sides
     prompts: PromptSet
     scoring: Scoring
@@ -208,10 +211,12 @@ class _Work:
         """Draw and score each task. The whole chunk is drawn, also for a few lacking rows: a picture keeps its batch
         mates."""
         done, total = 0, sum(len(chunk) for chunk, _, _ in tasks)
-        config = self.subject.config.evaluation
+        config = self.config
         for chunk, variant, lacking in tasks:
             blend = self.sides.blend(variant.scales)
-            images = draw(blend, self.prompts, chunk, num_steps=config.steps, guidance=config.guidance)
+            images = held_out_pictures(
+                blend, self.prompts, chunk, num_steps=config.steps, guidance=config.guidance, solver=self.solver
+            )
             self._keep(chunk, variant, lacking, images)
             progress(done := done + len(chunk), total)
 

@@ -19,6 +19,7 @@ from flowrl_img.blend import nominal_kl
 from flowrl_img.folders import writable
 from flowrl_img.prompts import load_prompts
 from flowrl_img.rollout import generate
+from flowrl_img.sampling import evaluation_solver_of
 from flowrl_img.scales import Variant, parse_variants
 from flowrl_img.sheets import Group, contact_sheet, to_picture
 from flowrl_img.sources import Subject, open_subject
@@ -118,6 +119,7 @@ def draw_pictures(
     stock pipeline with `torch.Generator().manual_seed(seed)`. OSError or FileExistsError before anything is loaded.
     """
     writable(out, "--out")
+    solver = evaluation_solver_of(subject.config)
     if taken := [name for name in request.files() if (out / name).exists()] if not request.overwrite else []:
         raise FileExistsError(f"{out} already holds {taken[0]}: give another folder with --out, or --overwrite")
     sides = subject.load(device)
@@ -126,13 +128,13 @@ def draw_pictures(
     for number, variant in enumerate(request.variants):
         images = generate(
             sides.blend(variant.scales), [request.prompts[p] for p, _ in asked], [s for _, s in asked],
-            num_steps=evaluation.steps, guidance=evaluation.guidance, batch=evaluation.batch,
+            num_steps=evaluation.steps, guidance=evaluation.guidance, batch=evaluation.batch, solver=solver,
         )  # fmt: skip
         drawn.append(images)
         progress(number + 1, len(request.variants))
     facts = {
         **subject.facts(), "resolution": subject.config.model.resolution, "steps": evaluation.steps,
-        "guidance": evaluation.guidance,
+        "solver": evaluation.solver.section(), "guidance": evaluation.guidance,
     }  # fmt: skip
     return [*_singles(request, asked, drawn, facts, out), *_grid(request, asked, drawn, facts, out)]
 

@@ -126,8 +126,8 @@ def test_tuned_early_and_base_late_is_two_walks_end_to_end(tiny_trainer, at, num
                 lambda x_t, i, sigma: guided(model, x_t, torch.full((2,), sigma, dtype=torch.float64), TEXTS, 1.0),
                 x, sigmas[part], ODE(), (), lambda i: None,
             ).x0  # fmt: skip
-    # The grid is cut in two, so A and B of the steps are the same numbers.
-    assert torch.equal(pictures, model.decode(x))
+    # The solver writes Euler's step by the clean prediction: the same up to rounding.
+    torch.testing.assert_close(pictures, model.decode(x), rtol=0, atol=1e-5)
 
 
 def test_a_ramp_changes_the_weight_from_step_to_step(tiny_trainer):

@@ -93,7 +93,7 @@ class Stop(Exception):
 
 def counting(monkeypatch, stop_after=None):
     """The chunks drawn, as (sample ids); raises Stop after so many."""
-    drawn, original = [], module.draw
+    drawn, original = [], module.held_out_pictures
 
     def draw(blend, prompts, samples, **settings):
         if len(drawn) == stop_after:
@@ -101,7 +101,7 @@ def counting(monkeypatch, stop_after=None):
         drawn.append([s.id for s in samples])
         return original(blend, prompts, samples, **settings)
 
-    monkeypatch.setattr(module, "draw", draw)
+    monkeypatch.setattr(module, "held_out_pictures", draw)
     return drawn
 
 
@@ -215,8 +215,9 @@ def test_plain_text_prompts_and_rewards_that_need_no_metadata_go_together(run, t
 def test_a_lora_file_alone_is_evaluated_on_the_base_that_is_named(run, tmp_path, tiny_folder, seven):
     adapter = run / "checkpoint-000004" / "adapter" / "pytorch_lora_weights.safetensors"
     words = [
-        f"model.path={tiny_folder}", f"prompts.evaluation={seven}", "prompts.balance=null", "evaluation.steps=2",
+        f"model.path={tiny_folder}", f"prompts.evaluation={seven}", "prompts.balance=null", "prompts.shares=null",
         "rewards=[{name: 'sample_rewards:brightness'}]", "evaluation.batch=2", "evaluation.sheet=0",
+        "evaluation.steps=2",
     ]  # fmt: skip
     _, alone = evaluated(adapter, tmp_path / "alone", *words)
     _, table = evaluated(run, tmp_path / "run")
