@@ -69,7 +69,7 @@ def test_zero_and_one_are_the_base_and_the_tuned_weights_of_the_run(run, tmp_pat
     for weight_set, label in (("reference", "base"), ("current", "tuned")):
         with trainer.weights.use(weight_set):
             found = evaluate(
-                trainer.model, trainer.prompts, samples, trainer.reward, num_steps=2, guidance=1.0, batch=2,
+                trainer.model, trainer.prompts, samples, trainer.parts.reward, num_steps=2, guidance=1.0, batch=2,
                 processes=Processes(),
             )  # fmt: skip
         assert table["columns"]["reward"][label]["mean"][0] == pytest.approx(found.mean(), abs=1e-6)

@@ -49,14 +49,14 @@ def test_every_picture_is_scored_once_whatever_the_batch(tiny_trainer, batch):
     trainer = tiny_trainer()
     samples = choose_evenly(trainer.prompts, 7, None)
     found = evaluate(
-        trainer.model, trainer.prompts, samples, trainer.reward, num_steps=2, guidance=1.0, batch=batch,
+        trainer.model, trainer.prompts, samples, trainer.parts.reward, num_steps=2, guidance=1.0, batch=batch,
         processes=Processes(), keep=2,
     )  # fmt: skip
     whole = evaluate(
         trainer.model,
         trainer.prompts,
         samples,
-        trainer.reward,
+        trainer.parts.reward,
         num_steps=2,
         guidance=1.0,
         batch=7,
@@ -74,7 +74,7 @@ def test_an_invalid_picture_is_nan_and_not_zero(tiny_trainer):
         trainer.model,
         trainer.prompts,
         samples,
-        trainer.reward,
+        trainer.parts.reward,
         num_steps=2,
         guidance=1.0,
         batch=4,

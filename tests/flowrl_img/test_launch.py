@@ -53,6 +53,8 @@ def test_a_number_that_stands_in_a_configuration_file_alone_is_asked_for():
 def test_accelerate_launch_on_cpu_starts_as_many_processes_as_asked():
     """The two launchers and two interpreters with torch take most of the time."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(SCRIPT)]
-    run = subprocess.run([*command, "pico", "--dry-run"], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [*command, "pico", "rollout.groups=8", "--dry-run"], capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert run.stdout.count("48 pictures in each of 2") == 1

@@ -108,7 +108,7 @@ def test_an_installed_copy_opens_every_data_file_and_recipe(installed, tmp_path)
 
 def test_an_installed_copy_shows_its_help_and_plans_a_run(installed, tmp_path):
     assert "train" in _elsewhere(installed, tmp_path, "-m", "flowrl_img", "--help")
-    assert "96 pictures" in _elsewhere(installed, tmp_path, "-m", "flowrl_img", "train", "--dry-run")
+    assert "288 pictures" in _elsewhere(installed, tmp_path, "-m", "flowrl_img", "train", "--dry-run")
 
 
 def test_data_that_is_missing_is_named():
