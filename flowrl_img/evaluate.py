@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowrl_img.parallel import Processes
-from flowrl_img.rewards.score import score
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.score import Scorer, score
 from flowrl_img.rollout import generate
 from flowrl_img.types import PromptSet, Sample
 
@@ -36,10 +37,16 @@ class Evaluation:
         """Mean over tasks of task means, invalid pictures left out."""
         return level(self, column).value
 
+    @property
+    def failed(self) -> dict[str, int]:
+        """How many pictures each column has no number for, where any."""
+        missing = {name: int(np.isnan(values).sum()) for name, values in self.columns.items()}
+        return {name: count for name, count in missing.items() if count}
+
     def by_tag(self, column: str = "reward") -> dict[str, float]:
         values = self.columns[column]
         rows = {t: [k for k, tag in enumerate(self.tags) if tag == t] for t in dict.fromkeys(self.tags)}
-        return {t: float(np.nanmean(values[r])) for t, r in rows.items()}
+        return {t: _mean_of_valid(values[r]) for t, r in rows.items()}
 
 
 @dataclass(frozen=True)
@@ -58,33 +65,34 @@ def evaluate(
     model: Any,
     prompts: PromptSet,
     samples: Sequence[Sample],
-    reward: Any,
+    reward: Mixture,
     *,
     num_steps: int,
     guidance: float,
     batch: int,
     processes: Processes,
     keep: int = 0,
-    report: Mapping[str, Any] | None = None,
+    report: Mapping[str, Scorer] | None = None,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Evaluation:
-    """Score the ODE pictures of `samples` with whatever weights are active. `report`: further rewards, by name.
+    """Score the ODE pictures of `samples` with whatever weights are active. `report`: further rewards, by label.
 
+    `reward` is asked as `Mixture.held_out` says: a score that failed is NaN and stops nothing.
     Samples are shared between processes and joined by id, so each counts once whatever their number.
     """
     mine = processes.share(samples)
-    scores: dict[str, list[Any]] = {name: [] for name in ("reward",)}
+    reward = reward.held_out()
+    parts: list[tuple[int, dict[str, list[float]]]] = []
     kept: list[Tensor] = []
     wanted = {s.id for s in samples[:keep]}
     for start in range(0, len(mine), batch):
         chunk = mine[start : start + batch]
         images = generate(model, prompts, chunk, num_steps=num_steps, guidance=guidance, seed=EVAL_SEED, batch=batch)
-        for name, values in _score(reward, report or {}, images, prompts, chunk).items():
-            scores.setdefault(name, []).extend(values)
+        parts.append((len(chunk), _score(reward, report or {}, images, prompts, chunk)))
         kept += [image for image, s in zip(images, chunk, strict=True) if s.id in wanted]
         progress(len(chunk))
-    names = sorted(processes.agree(list(scores)))
-    columns = [torch.tensor(scores[name] or [float("nan")] * len(mine), dtype=torch.float64) for name in names]
+    names = sorted(processes.agree([name for _, found in parts for name in found]))
+    columns = [torch.tensor(_column(name, parts), dtype=torch.float64) for name in names]
     rows = processes.gather_by_id([s.id for s in mine], *columns)
     table = np.array([rows[s.id] for s in samples], dtype=np.float64)
     tags = tuple(str(prompts.metadata[s.prompt].get("tag", "")) for s in samples)
@@ -93,7 +101,7 @@ def evaluate(
 
 
 def _score(
-    reward: Any, report: Mapping[str, Any], images: Tensor, prompts: PromptSet, chunk: Sequence[Sample]
+    reward: Mixture, report: Mapping[str, Scorer], images: Tensor, prompts: PromptSet, chunk: Sequence[Sample]
 ) -> dict[str, list[float]]:
     asked = (
         images,
@@ -101,14 +109,25 @@ def _score(
         [prompts.metadata[s.prompt] for s in chunk],
         [s.id for s in chunk],
     )
-    output = score(reward, *asked, policy="mask")
+    output = score(reward, *asked)
     found = {"reward": output.values.tolist()}
     for key, column in output.details.items():
-        if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
+        numbers = [entry for entry in column if entry is not None]
+        if numbers and all(isinstance(entry, (int, float, bool)) for entry in numbers):
             found[key] = [float("nan") if entry is None else float(entry) for entry in column]
     for name, scorer in report.items():
-        found[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
+        found[f"report/{name}"] = score(scorer, *asked).values.tolist()
     return found
+
+
+def _mean_of_valid(values: NDArray[np.float64]) -> float:
+    valid = values[~np.isnan(values)]
+    return float(valid.mean()) if len(valid) else float("nan")
+
+
+def _column(name: str, parts: Sequence[tuple[int, Mapping[str, list[float]]]]) -> list[float]:
+    """The chunks' numbers in one column, NaN for a chunk that has none under this name."""
+    return [value for size, found in parts for value in found.get(name, [float("nan")] * size)]
 
 
 def level(evaluation: Evaluation, column: str = "reward", seed: int = 0) -> Interval:

@@ -1,4 +1,4 @@
-"""Names to objects: one rule for objectives, step rules, models, rewards and detectors, with no list to edit.
+"""Names to objects: one rule for objectives, steps, models, rewards, transforms and detectors, with no list to edit.
 
 A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else the built-in module
 of that name, which exports (in `__all__`) one object whose `name` is the module's own. The parameters of that object
@@ -24,6 +24,7 @@ PACKAGES: Mapping[str, str] = {
     "models": "flowrl_img.models",
     "rewards": "flowrl_img.rewards",
     "detectors": "flowrl_img.rewards.detectors",
+    "transforms": "flowrl_img.rewards.transforms",
 }
 
 

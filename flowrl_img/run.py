@@ -1,7 +1,7 @@
 """One training run from a configuration to a run folder: the rim, where files, clocks and processes are touched.
 
 runs/<name>-<time>/
-    config.yaml  versions.json  metrics.jsonl  evaluations.jsonl
+    config.yaml  versions.json  rewards.json  metrics.jsonl  evaluations.jsonl
     before_after.png  checkpoint-<update>/  summary.txt
 """
 
@@ -23,7 +23,7 @@ import torch
 from flowrl_img import plugins, recipes
 from flowrl_img.attention import set_attention
 from flowrl_img.checkpoint import load_checkpoint, save_checkpoint
-from flowrl_img.config import Config, RewardConfig, WindowConfig
+from flowrl_img.config import Config, WindowConfig
 from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
@@ -33,7 +33,8 @@ from flowrl_img.prompts import choose_evenly, load_prompts
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
 from flowrl_img.rewards import known_answers, registry
-from flowrl_img.rewards.score import InvalidScoreError
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.score import InvalidScoreError, Scorer
 from flowrl_img.samplers.windows import AllSteps, ListedSteps, ProgressiveWindow, RandomWindow
 from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
@@ -54,8 +55,8 @@ class Parts:
 
     train: PromptSet
     held_out: PromptSet
-    reward: Any
-    report: dict[str, Any]
+    reward: Mixture
+    report: dict[str, Scorer]
     objective: Any
     step_rule: Any
     window: Any
@@ -64,26 +65,23 @@ class Parts:
 def assemble(config: Config) -> Parts:
     """Prompts, rewards, objective and sampler of a run. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
-    reward = _mixture(config.rewards)
-    report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
+    reward = registry.load_mixture([r.section() for r in config.rewards], config.aggregate)
+    report = registry.load_reported([r.section() for r in config.report_rewards])
+    scorers = [*(part.scorer for part in reward.parts), *report.values()]
     for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
-        for scorer in (reward, *report.values()):
+        for scorer in scorers:
             try:
-                scorer.validate(prompts.texts, prompts.metadata)
+                scorer.reward.validate(prompts.texts, prompts.metadata)
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
-    for scorer in (reward, *report.values()):
-        known_answers.check(scorer)
+    for scorer in scorers:
+        known_answers.check(scorer.reward)
     return Parts(
         train, held_out, reward, report,
         plugins.build("objectives", config.objective.section(), where="objective"),
         plugins.build("steps", config.rollout.step.section(), where="rollout.step"),
         window_of(config.rollout.window, config.rollout.steps),
     )  # fmt: skip
-
-
-def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
-    return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})
 
 
 def window_of(window: WindowConfig, steps: int) -> Any:
@@ -143,7 +141,7 @@ def run_training(config: Config) -> int:
     parts = assemble(config)
     model_source(config.model.path)
     processes = Processes(_accelerator())
-    folder = _open_folder(config, processes)
+    folder = _open_folder(config, parts, processes)
     return _Run(config, parts, processes, folder).train()
 
 
@@ -156,7 +154,7 @@ def _accelerator() -> Any:
     return Accelerator(cpu=not torch.cuda.is_available())
 
 
-def _open_folder(config: Config, processes: Processes) -> Path:
+def _open_folder(config: Config, parts: Parts, processes: Processes) -> Path:
     """Make the run folder and write what fixes the run; OSError says why it cannot be written."""
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.run.folder) if config.run.folder else Path("runs") / name
@@ -169,12 +167,25 @@ def _open_folder(config: Config, processes: Processes) -> Path:
             raise ValueError(f"run.folder: {folder} already holds a run; choose another folder")
         (folder / "config.yaml").write_text(recipes.to_yaml(config))
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        (folder / "rewards.json").write_text(json.dumps(_rewards(config, parts), indent=1))
         (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise OSError(
             f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder"
         ) from error
     return folder
+
+
+def _rewards(config: Config, parts: Parts) -> dict[str, dict[str, Any]]:
+    """By column, what each reward is made of: enough to score again as this run did."""
+    record = {
+        part.scorer.label: registry.describe(r.section(), part.scorer.reward)
+        | {"weight": r.weight, "transforms": r.model_dump(mode="json")["transforms"]}
+        for r, part in zip(config.rewards, parts.reward.parts, strict=True)
+    }
+    for r, (label, scorer) in zip(config.report_rewards, parts.report.items(), strict=True):
+        record[f"report/{label}"] = registry.describe(r.section(), scorer.reward)
+    return record
 
 
 def _versions() -> dict[str, str]:
@@ -278,7 +289,13 @@ class _Run:
         means = {column: found.mean(column) for column in found.columns}
         self._append(
             "evaluations.jsonl",
-            {"label": label, "update": trainer.update, "means": means, "by_task": found.by_tag("reward")},
+            {
+                "label": label,
+                "update": trainer.update,
+                "means": means,
+                "by_task": found.by_tag("reward"),
+                "failed": found.failed,
+            },
         )
         self.live.say(f"held-out {label}: reward {level(found).value:.4f} ({len(samples)} pictures)")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from flowrl_img.kernels.transition import transition_moments
 from flowrl_img.mismatch import NonFiniteError, check_first_update
 from flowrl_img.parallel import Processes
 from flowrl_img.prompts import draw_samples
-from flowrl_img.rewards.alarm import ConstantAlarm, columns
-from flowrl_img.rewards.score import score
+from flowrl_img.rewards.alarm import ConstantAlarm
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.score import InvalidScoreError, score
 from flowrl_img.rollout import roll
 from flowrl_img.types import Edges, Moments, Points, PromptSet, Rollout, Sample
 from flowrl_img.weights import WeightSets
@@ -62,7 +63,7 @@ class Trainer:
     model: Any
     weights: WeightSets
     prompts: PromptSet
-    reward: Any
+    reward: Mixture
     objective: Any
     step_rule: Any
     window: Any
@@ -119,30 +120,45 @@ class Trainer:
 
     def _rank(self, drawn: Rollout, everything: tuple[Sample, ...]) -> Scored:
         samples = drawn.leaves.samples
-        output = score(
-            self.reward, drawn.leaves.images,
-            [self.prompts.texts[s.prompt] for s in samples], [self.prompts.metadata[s.prompt] for s in samples],
-            [s.id for s in samples], policy=self.config.run.reward_policy, group_ids=[s.group for s in samples],
-        )  # fmt: skip
-        if warning := self.alarm.observe(self.processes.gather(columns(self.reward, output))):
+        columns = self._columns(drawn)
+        if warning := self.alarm.observe(self.processes.gather(columns)):
             self.warn(warning)
-        scored = self.processes.gather_by_id([s.id for s in samples], output.values, output.valid)
-        values = torch.tensor([scored[s.id][0] for s in everything])
-        valid = torch.tensor([scored[s.id][1] for s in everything])
+        rows = self.processes.gather_by_id([s.id for s in samples], *(torch.tensor(c) for c in columns.values()))
+        whole = {label: [rows[s.id][k] for s in everything] for k, label in enumerate(self.reward.labels)}
+        combined = self.reward.combine(whole, [s.group for s in everything])
+        values, valid = combined.values, combined.valid
         if not valid.any():
-            raise RuntimeError("no image of the rollout could be scored; see the reward's errors above")
+            raise InvalidScoreError("no picture of the rollout could be scored by every reward that has weight")
         config = self.config.advantage
         advantage = group_advantages(values, valid, [s.group for s in everything], scale=config.scale, eps=config.eps)
         by_id = dict(zip([s.id for s in everything], advantage.clamp(-config.clip, config.clip).tolist(), strict=True))
-        mean = values[valid].double().mean().item()
         groups = torch.tensor([a != 0 for a in by_id.values()]).view(self.config.rollout.groups, -1)
         metrics = {
-            "reward": mean,
-            "reward_std": values[valid].double().std(correction=0).item(),
+            "reward": values[valid].mean().item(),
+            "reward_std": values[valid].std(correction=0).item(),
             "invalid": float((~valid).sum()),
             "flat_groups": float((~groups.any(1)).sum()),
-        }
+        } | _by_reward(whole)
         return Scored(drawn, everything, torch.tensor([by_id[s.id] for s in samples]), metrics)
+
+    def _columns(self, drawn: Rollout) -> dict[str, list[float]]:
+        """Raw values of this process's pictures by reward. InvalidScoreError on every process when one has it."""
+        samples = drawn.leaves.samples
+        output, failure = None, ""
+        try:
+            output = score(
+                self.reward, drawn.leaves.images,
+                [self.prompts.texts[s.prompt] for s in samples], [self.prompts.metadata[s.prompt] for s in samples],
+                [s.id for s in samples], group_ids=[s.group for s in samples],
+            )  # fmt: skip
+        except InvalidScoreError as error:
+            failure = str(error)
+        failures = [text for text in self.processes.gather(failure) if text]
+        if output is None or failures:
+            raise InvalidScoreError(failures[0])
+        for part in self.reward.parts:
+            self.clock[f"scoring/{part.scorer.label}"] = part.scorer.seconds
+        return self.reward.columns(output)
 
     # -- updates
 
@@ -282,6 +298,18 @@ class Trainer:
 
     def _timed(self, phase: str) -> _Timer:
         return _Timer(self.clock, phase)
+
+
+def _by_reward(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean and spread of each reward's raw valid values, and how many failed."""
+    metrics: dict[str, float] = {}
+    for label, column in columns.items():
+        values = torch.tensor(column, dtype=torch.float64)
+        valid = values[~values.isnan()]
+        if len(valid):
+            metrics |= {f"reward/{label}": valid.mean().item(), f"reward_std/{label}": valid.std(correction=0).item()}
+        metrics[f"failed/{label}"] = float(len(values) - len(valid))
+    return metrics
 
 
 @dataclass

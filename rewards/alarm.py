@@ -8,19 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.protocol import Reward, RewardOutput
-
-__all__ = ["ConstantAlarm", "columns"]
+__all__ = ["ConstantAlarm"]
 
 SPREAD = 1e-6  # relative: scores closer than this are one constant with rounding on it
-
-
-def columns(reward: Reward, output: RewardOutput) -> dict[str, list[float]]:
-    """The values of each part of a mixture by its name, or of a single reward; [B] each, NaN where invalid."""
-    if isinstance(reward, Mixture):
-        return {name: [_number(v) for v in output.details.get(name, ())] for name in reward.rewards}
-    return {reward.name: output.values.tolist()}
 
 
 @dataclass
@@ -39,7 +29,7 @@ class ConstantAlarm:
             raise ValueError(f"rollouts must be at least 1, got {self.rollouts}")
 
     def observe(self, shares: Sequence[Mapping[str, Sequence[float]]]) -> str | None:
-        """shares: the `columns` of each process for one rollout. A warning, or None.
+        """shares: the columns of a mixture in each process for one rollout. A warning, or None.
 
         Invalid scores (NaN) are left out; a rollout without a valid one changes nothing.
         """
@@ -62,11 +52,6 @@ class ConstantAlarm:
             f"reward '{name}' gave every picture of {count} rollouts in a row the same score, {value:.4g}: nothing is "
             "learned from it. At its best value the task is solved; otherwise check the scorer and its prompts"
         )
-
-
-def _number(value: float | None) -> float:
-    """Details of a row that was not scored at all are None."""
-    return float("nan") if value is None else value
 
 
 def _constant(values: Sequence[float]) -> bool:

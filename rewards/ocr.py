@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from PIL import Image
 
 from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
 from flowrl_img.rewards.ocr_text import MODES, join_lines, normalise, targets_of
+from flowrl_img.rewards.pretrained import WeightsError, fingerprint
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.world import render, scene_for
 
@@ -54,6 +56,11 @@ class Ocr:
                 targets_of(prompt, row)
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the engine's networks, enlargement and versions."""
+        return fingerprint(_networks(), preprocessing=f"short side to {SHORT_SIDE}, bicubic")
 
     def known_answers(self) -> Sequence[KnownAnswer]:
         """A sign is read, up to one letter; no text is read on a blank picture, and no other text on the sign."""
@@ -117,9 +124,25 @@ def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
 
+def _networks() -> dict[str, Path]:
+    """The networks inside the wheel by name; WeightsError when the engine is not installed."""
+    return {path.stem: path for path in sorted((Path(_library().__file__).parent / "models").glob("*.onnx"))}
+
+
+def _library() -> Any:
+    try:
+        import rapidocr_onnxruntime
+    except (ImportError, OSError) as error:
+        raise WeightsError(
+            f"ocr: the reader cannot be imported ({error}); pip install rapidocr-onnxruntime, with one of "
+            "opencv-python and opencv-python-headless"
+        ) from error
+    return rapidocr_onnxruntime
+
+
 @lru_cache(maxsize=1)
 def _engine(pid: int) -> Any:
     """One engine for this process: sessions do not survive a fork, and one thread is the fastest per picture."""
-    from rapidocr_onnxruntime import RapidOCR
-
-    return RapidOCR(det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1)
+    return _library().RapidOCR(
+        det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1
+    )

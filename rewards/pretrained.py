@@ -22,7 +22,10 @@ __all__ = ["WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "load_st
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(\S+)")
-LIBRARIES = ("torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "pillow")
+LIBRARIES = (
+    "flowrl-img", "torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "hpsv3", "pillow",
+    "rapidocr-onnxruntime", "onnxruntime", "scipy",
+)  # fmt: skip
 
 
 class WeightsError(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flowrl_img.rewards.known_answers import Example, Matching
+from flowrl_img.rewards.known_answers import Better, Example, matching
 from flowrl_img.world import render, scene_for
 
 __all__ = ["circle", "matched_scenes", "square"]
@@ -20,9 +20,9 @@ def square() -> Example:
     return _scene("blue", "square")
 
 
-def matched_scenes() -> Matching:
-    """Each of the two fits its own prompt better. Taken together, so that a liking for one picture does not count."""
-    return Matching(circle(), square())
+def matched_scenes() -> Better:
+    """Each of the two fits its own prompt better than the other's."""
+    return matching(circle(), square())
 
 
 def _scene(color: str, shape: str) -> Example:

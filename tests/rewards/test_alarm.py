@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flowrl_img.rewards.alarm import ConstantAlarm, columns
-from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.protocol import RewardBatch
+from flowrl_img.rewards.alarm import ConstantAlarm
+from flowrl_img.rewards.failures import FailureBudget
+from flowrl_img.rewards.mixture import Mixture, Part
 from flowrl_img.rewards.registry import FunctionReward
-from flowrl_img.rewards.score import score
+from flowrl_img.rewards.score import Scorer, score
 
 NAN = float("nan")
 
@@ -54,31 +54,25 @@ def test_a_rollout_is_constant_only_over_all_processes() -> None:
 def test_each_part_of_a_mixture_is_watched_under_its_name() -> None:
     dead = FunctionReward(lambda images, prompts, metadata: [0.25] * len(images), "dead")
     alive = FunctionReward(lambda images, prompts, metadata: images.float().mean(dim=(1, 2, 3)), "alive")
-    mixture = Mixture({"dead": 1.0, "alive": 1.0}, {"dead": dead, "alive": alive})
-    images = torch.arange(2, dtype=torch.uint8).view(2, 1, 1, 1).expand(2, 4, 4, 3)
-    output = mixture(RewardBatch(images, ["", ""], [{}, {}], ["a", "b"]))
-    assert columns(mixture, output) == {"dead": [0.25, 0.25], "alive": [0.0, 1.0]}
-    warning = ConstantAlarm(rollouts=1).observe([columns(mixture, output)])
+    mixture = Mixture((Part(Scorer(dead)), Part(Scorer(alive))))
+    output = score(
+        mixture, torch.tensor([0.0, 1.0])[:, None, None, None].expand(2, 3, 4, 4), ["", ""], [{}, {}], ["a", "b"]
+    )
+    assert mixture.columns(output) == {"dead": [0.25, 0.25], "alive": [0.0, 255.0]}
+    warning = ConstantAlarm(rollouts=1).observe([mixture.columns(output)])
     assert warning is not None and warning.startswith("reward 'dead' gave every picture of 1 rollouts")
     assert "the same score, 0.25:" in warning and "alive" not in warning
 
 
-def test_a_single_reward_is_watched_under_its_own_name() -> None:
-    reward = FunctionReward(lambda images, prompts, metadata: [0.5, None], "half")
-    output = reward(RewardBatch(torch.zeros(2, 4, 4, 3, dtype=torch.uint8), ["", ""], [{}, {}], ["a", "b"]))
-    [first, second] = columns(reward, output)["half"]
-    assert first == 0.5 and second != second
-
-
-def test_a_picture_that_was_not_scored_at_all_is_left_out() -> None:
+@pytest.mark.parametrize("broken", [slice(0, 1), slice(0, 2)])
+def test_a_picture_that_was_not_scored_at_all_is_left_out(broken: slice) -> None:
     half = FunctionReward(lambda images, prompts, metadata: [0.5] * len(images), "half")
-    mixture = Mixture({"half": 1.0}, {"half": half})
-    for broken in (slice(0, 1), slice(0, 2)):
-        images = torch.zeros(2, 3, 4, 4)
-        images[broken] = NAN
-        output = score(mixture, images, ["", ""], [{}, {}], ["a", "b"], policy="mask")
-        warning = ConstantAlarm(rollouts=1).observe([columns(mixture, output)])
-        assert (warning is not None) == bool(output.valid.any())
+    mixture = Mixture((Part(Scorer(half, failures=FailureBudget("mask"))),))
+    images = torch.zeros(2, 3, 4, 4)
+    images[broken] = NAN
+    output = score(mixture, images, ["", ""], [{}, {}], ["a", "b"])
+    warning = ConstantAlarm(rollouts=1).observe([mixture.columns(output)])
+    assert (warning is not None) == bool(output.valid.any())
 
 
 def test_an_alarm_of_no_rollouts_is_refused() -> None:

@@ -1,0 +1,119 @@
+"""Rewards as a run asks them: what is recorded, what a failure does, groups, timing."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import options
+
+from flowrl_img.config import RewardConfig
+from flowrl_img.parallel import Processes
+from flowrl_img.recipes import to_yaml
+from flowrl_img.rewards import registry
+from flowrl_img.rewards.score import InvalidScoreError, score
+from flowrl_img.run import run_training
+
+BRIGHT = {"name": "sample_rewards:brightness"}
+FLAKY = {"name": "sample_rewards:broken_for_rings"}  # one of the four prompts
+
+
+def reported(section):
+    return RewardConfig.model_validate(section)
+
+
+def rows(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def test_the_record_alone_rebuilds_the_scores(tiny_config, run):
+    rewards = [{"name": "pickscore", **options("pickscore")}, {"name": "jpeg", "quality": 70, "weight": 0.5}, BRIGHT]
+    assert run_training(tiny_config(rewards=rewards, run={"rollouts": 1, "updates_per_rollout": 1})) == 0
+    record = json.loads((run / "rewards.json").read_text())
+    assert list(record) == ["pickscore", "jpeg", "sample_rewards:brightness"]
+    images, rest = torch.rand(2, 3, 32, 32), (["a ring", "a star"], [{}, {}], ["a", "b"])
+    for section, kept in zip(rewards, record.values(), strict=True):
+        fields = {k: v for k, v in section.items() if k not in registry.ASKING}
+        first, again = registry.build(fields), registry.load(kept["name"], **kept["options"])
+        assert torch.equal(score(first, images, *rest).values, score(again, images, *rest).values)
+        assert registry.describe(section, again)["fingerprint"] == kept["fingerprint"]
+    stated = record["pickscore"]["fingerprint"]
+    assert len(stated["model.sha256"]) == 64 and "224" in stated["preprocessing"] and "torch" in stated["libraries"]
+    assert record["jpeg"]["weight"] == 0.5 and "libjpeg" in record["jpeg"]["fingerprint"]["encoder"]
+
+
+def test_each_reward_is_logged_raw_and_its_time_is_taken(tiny_config, run):
+    transformed = {**BRIGHT, "label": "bright", "transforms": ["rank"]}
+    assert run_training(tiny_config(rewards=[transformed, {"name": "jpeg", "weight": 0.0}])) == 0
+    for row in rows(run):
+        assert row["reward"] == pytest.approx(0.5)  # the mean rank
+        assert 0.2 < row["reward/bright"] < 0.8 and row["reward/jpeg"] < 0
+        assert row["failed/bright"] == row["failed/jpeg"] == 0
+        assert row["reward_std/bright"] > 0
+    seconds = rows(run)[-1]["seconds"]
+    assert 0 <= seconds["scoring/bright"] + seconds["scoring/jpeg"] <= seconds["scoring"]
+    held_out = rows(run, "evaluations.jsonl")[-1]
+    assert held_out["means"]["reward"] == pytest.approx(held_out["means"]["bright"])  # no rank in an evaluation
+    assert held_out["failed"] == {}
+
+
+def test_a_failed_score_stops_the_run_with_its_reason_and_leaves_a_folder(tiny_config, run, capsys):
+    assert run_training(tiny_config(rewards=[FLAKY], rollout={"groups": 4, "group_size": 2})) == 1
+    said = capsys.readouterr().out
+    assert "error: reward 'sample_rewards:broken_for_rings' could not score 2 of 8 samples" in said
+    assert "set on_failure to 'mask'" in said
+    assert (run / "checkpoint-000000").is_dir() and (run / "summary.txt").exists()
+
+
+def test_a_masked_failure_is_left_out_until_the_budget_is_gone(tiny_config, run, capsys):
+    masked = {**FLAKY, "label": "flaky", "on_failure": "mask"}
+    assert run_training(tiny_config(rewards=[masked], rollout={"groups": 4, "group_size": 2})) == 0
+    assert [row["invalid"] for row in rows(run)] == [2.0] * 4 == [row["failed/flaky"] for row in rows(run)]
+    assert rows(run, "evaluations.jsonl")[0]["failed"]["reward"] == 1
+    poor = {**masked, "failure_budget": 0.006}  # 3 in 500: gone in the second rollout
+    config = tiny_config(rewards=[poor], rollout={"groups": 4, "group_size": 2}, run={"folder": str(run) + "2"})
+    assert run_training(config) == 1
+    assert "could not score 4 of the last 16 samples, more than its budget of 3" in capsys.readouterr().out
+
+
+def test_a_reward_that_is_only_reported_may_fail_for_good(tiny_config, run, tmp_path):
+    config = tiny_config(rewards=[BRIGHT, {**FLAKY, "weight": 0.0, "label": "logged"}])
+    assert run_training(config.model_copy(update={"report_rewards": (reported(FLAKY),)})) == 0
+    assert rows(run, "evaluations.jsonl")[0]["failed"]["report/sample_rewards:broken_for_rings"] == 1
+    assert "report/sample_rewards:broken_for_rings" in json.loads((run / "rewards.json").read_text())
+
+
+def test_a_saved_configuration_with_reported_rewards_loads_again(tiny_config, tmp_path):
+    from flowrl_img import recipes
+    from flowrl_img.run import assemble
+
+    config = tiny_config().model_copy(update={"report_rewards": (reported(BRIGHT),)})
+    (tmp_path / "saved.yaml").write_text(to_yaml(config))
+    assert list(assemble(recipes.load(str(tmp_path / "saved.yaml"))).report) == ["sample_rewards:brightness"]
+
+
+def test_a_groupwise_reward_sees_the_whole_group_and_trains(tiny_config, run):
+    contest = {"name": "sample_rewards:Contest", "batch_size": 3}
+    config = tiny_config(rewards=[contest, {**BRIGHT, "weight": 0.0, "label": "bright"}])
+    assert run_training(config) == 0
+    assert all(row["reward"] == pytest.approx(3 / 8, abs=1e-6) for row in rows(run))  # 4 rows: (0 + 1 + 2 + 3) / 16
+    means = rows(run, "evaluations.jsonl")[0]["means"]
+    assert "contest" not in means and means["reward"] == means["bright"]
+
+
+def test_a_failure_on_another_process_stops_this_one_too(tiny_trainer, monkeypatch):
+    trainer = tiny_trainer(rewards=[BRIGHT])
+    seen = []
+
+    def gather(self, item):
+        seen.append(item)
+        return [item, "reward 'x' could not score 1 of 4 samples"] if isinstance(item, str) else [item, item]
+
+    monkeypatch.setattr(Processes, "gather", gather)
+    with pytest.raises(InvalidScoreError, match="reward 'x' could not score"):
+        trainer.collect(0)
+    assert seen == [""]  # nothing else was exchanged on the way
