@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img import seeds
-from flowrl_img.advantages import group_advantages
+from flowrl_img.advantages import combined_advantages
 from flowrl_img.config import Config
 from flowrl_img.guidance import branches, guided
 from flowrl_img.kernels.transition import transition_moments
@@ -130,7 +130,10 @@ class Trainer:
         if not valid.any():
             raise InvalidScoreError("no picture of the rollout could be scored by every reward that has weight")
         config = self.config.advantage
-        advantage = group_advantages(values, valid, [s.group for s in everything], scale=config.scale, eps=config.eps)
+        advantage = combined_advantages(
+            combined.terms, combined.weights, valid, [s.group for s in everything], aggregate=combined.aggregate,
+            scale=config.scale, eps=config.eps,
+        )  # fmt: skip
         by_id = dict(zip([s.id for s in everything], advantage.clamp(-config.clip, config.clip).tolist(), strict=True))
         groups = torch.tensor([a != 0 for a in by_id.values()]).view(self.config.rollout.groups, -1)
         metrics = {

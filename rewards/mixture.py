@@ -56,11 +56,16 @@ class Combined:
     """A rollout's rewards, B rows. values, valid: the aggregate. columns: each reward after its transforms.
 
     columns are float64 [B], NaN where invalid; a row of `values` is valid where every part of non-zero weight is.
+    terms, weights, aggregate: what `flowrl_img.advantages.combined_advantages` takes: the values themselves, or each
+    column of weight for an aggregate of advantages.
     """
 
     values: Tensor
     valid: Tensor
     columns: Mapping[str, Tensor]
+    terms: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+    aggregate: str
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,10 @@ class Mixture:
             counted = {label: columns[label] for label in weighted}
             columns = {part.scorer.label: _over_rollout(part, columns, counted, groups) for part in self.parts}
         values = _geometric(columns, weighted) if self.aggregate == "geometric" else _sum(columns, weighted)
-        return Combined(values, ~values.isnan(), columns)
+        if self.aggregate in ("sum", "geometric"):
+            return Combined(values, ~values.isnan(), columns, {"reward": values}, {"reward": 1.0}, "sum")
+        terms = {label: columns[label] for label in weighted}
+        return Combined(values, ~values.isnan(), columns, terms, weighted, self.aggregate)
 
 
 def reporting(scorer: Scorer) -> Scorer:

@@ -117,3 +117,22 @@ def test_a_failure_on_another_process_stops_this_one_too(tiny_trainer, monkeypat
     with pytest.raises(InvalidScoreError, match="reward 'x' could not score"):
         trainer.collect(0)
     assert seen == [""]  # nothing else was exchanged on the way
+
+
+SCALED = {"name": "affine", "scale": 100.0}
+BIG = {"name": "sample_rewards:brightness", "label": "big", "transforms": [SCALED]}
+SMALL = {"name": "sample_rewards:brightness", "label": "small", "transforms": [{"name": "affine", "scale": -1.0}]}
+
+
+@pytest.mark.parametrize(("aggregate", "factor"), [("sum", 1.0), ("advantage_sum", -2.0), ("gdpo", -1.0)])
+def test_a_large_scale_decides_a_sum_and_weights_decide_advantages(tiny_trainer, aggregate, factor):
+    rewards, exact = [BIG, {**SMALL, "weight": 3.0}], {"eps": 1e-9}  # spreads are near 1e-3
+    both = tiny_trainer(rewards=rewards, aggregate=aggregate, advantage=exact).collect(0).advantage
+    alone = tiny_trainer(rewards=[BIG], advantage=exact).collect(0).advantage
+    torch.testing.assert_close(both, factor * alone, rtol=0, atol=1e-3)
+
+
+def test_the_geometric_mean_is_trained_on(tiny_trainer):
+    geometric = tiny_trainer(rewards=[BRIGHT, {**BRIGHT, "label": "again", "weight": 3.0}], aggregate="geometric")
+    alone = tiny_trainer(rewards=[BRIGHT])
+    torch.testing.assert_close(geometric.collect(0).advantage, alone.collect(0).advantage, rtol=1e-4, atol=1e-4)

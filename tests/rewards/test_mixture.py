@@ -95,6 +95,7 @@ def test_aggregates_of_advantages_log_the_sum_and_keep_the_columns(aggregate: st
     found = mix({"a": 1.0, "b": 2.0}, aggregate).combine({"a": [1.0, NAN], "b": [3.0, 4.0]}, ["g", "g"])
     assert found.values[0] == 7.0 and found.valid.tolist() == [True, False]
     assert found.columns["a"].isnan().tolist() == [False, True] and found.columns["b"].tolist() == [3.0, 4.0]
+    assert found.weights == {"a": 1.0, "b": 2.0} and found.terms.keys() == {"a", "b"} and found.aggregate == aggregate
 
 
 def test_an_unknown_aggregate_is_refused() -> None:
