@@ -81,9 +81,7 @@ def group_advantages(
             signs = torch.where(centred >= 0, 1.0, -1.0).double()
             advantages[rows] = signs - signs.mean()
             continue
-        spread = {"group": past.std(correction=0), "global": everything.std(correction=0), "none": r.new_ones(())}[
-            scale
-        ]
+        spread = {"group": past.std(correction=0), "global": everything.std(correction=0), "none": r.new_ones(())}[scale]
         advantages[rows] = centred / (spread + (eps if scale != "none" else 0.0))
     return advantages
 
@@ -138,7 +136,9 @@ def _standardised(advantages: Tensor, rows: Tensor, eps: float) -> Tensor:
     return torch.where(rows & (advantages != 0), centred, 0.0)
 
 
-def _check(baseline: str, scale: str, lengths: list[int], history: History | None, prompts: Sequence[str]) -> None:
+def _check(
+    baseline: str, scale: str, lengths: list[int], history: History | None, prompts: Sequence[str]
+) -> None:
     if baseline not in BASELINES:
         raise ValueError(f"advantage baseline must be one of {', '.join(BASELINES)}, not {baseline!r}")
     if scale not in SCALES:

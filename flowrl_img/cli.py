@@ -1,4 +1,4 @@
-"""The command line: `flowrl-img train`, `flowrl-img evaluate`, `flowrl-img recipes list|show`.
+"""The command line: `flowrl-img train | evaluate`, `flowrl-img recipes ...`, `flowrl-img rewards ...`.
 
 Nothing heavy is imported before a command needs it. A wrong input ends with `error:` lines on stderr and exit code 2,
 Ctrl-C with 130. FLOWRL_TRACEBACK=1 shows the traceback of a wrong input.
@@ -7,12 +7,14 @@ Ctrl-C with 130. FLOWRL_TRACEBACK=1 shows the traceback of a wrong input.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flowrl_img.cli_errors import reported
+from flowrl_img.cli_rewards import rewards_app
 
 if TYPE_CHECKING:
     from flowrl_img.config import Config
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 DEFAULT_RECIPE = "pico"
-WRONG_INPUT, INTERRUPTED = 2, 130
 
 app = typer.Typer(
     name="flowrl-img",
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="Look at recipes: list, show.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(rewards_app, name="rewards")
 
 Arguments = Annotated[
     list[str] | None,
@@ -66,7 +68,7 @@ def train(
     run_folder: Annotated[str | None, typer.Option("--run-folder", help="Where the run is kept (run.folder).")] = None,
 ) -> None:
     """Train with RECIPE (default: the embedded model, pico), changed by KEY=VALUE."""
-    with _reported():
+    with reported():
         config = _load(arguments, run_folder)
         _print_plan(config)
         if dry_run:
@@ -87,7 +89,7 @@ def evaluate(
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
 ) -> None:
     """Score base and tuned weights of a run on paired pictures."""
-    with _reported():
+    with reported():
         from flowrl_img.paired import evaluate_run
 
         for line in evaluate_run(run, pictures=pictures, prompts=prompts, threads=threads):
@@ -97,7 +99,7 @@ def evaluate(
 @recipes_app.command("list")
 def list_recipes() -> None:
     """Names and descriptions of the packaged recipes."""
-    with _reported():
+    with reported():
         from flowrl_img import recipes
 
         for name in recipes.names():
@@ -107,7 +109,7 @@ def list_recipes() -> None:
 @recipes_app.command("show")
 def show_recipe(arguments: Arguments = None) -> None:
     """The whole configuration of RECIPE, defaults and KEY=VALUE changes included, as YAML."""
-    with _reported():
+    with reported():
         from flowrl_img import recipes
 
         typer.echo(recipes.to_yaml(_load(arguments)), nl=False)
@@ -142,22 +144,6 @@ def _print_plan(config: Config) -> None:
     plan = validate(config, processes)
     if rank == 0:
         Console().print(plan.render())
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Wrong input and Ctrl-C as messages and exit codes."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        raise typer.Exit(INTERRUPTED) from None
-    except (ValueError, OSError) as error:
-        if os.environ.get("FLOWRL_TRACEBACK") == "1":
-            raise
-        for line in str(error).splitlines() or [type(error).__name__]:
-            typer.echo(f"error: {line}", err=True)
-        raise typer.Exit(WRONG_INPUT) from None
 
 
 if __name__ == "__main__":

@@ -36,11 +36,14 @@ _LOCK = threading.Lock()  # the engine keeps state between its stages
 class Ocr:
     """mode: "full" (the whole text read must be the text asked for) or "substring" (extra text is free).
 
+    extra_text_penalty: taken off for every letter read beyond the number asked for, in units of 1 / that number.
+    Mode "full" counts extra text already.
     Texts come from the metadata key `ocr_target` or the quoted parts of the prompt. values in [0, 1].
     Details: `text` as read, `exact` (the normalised texts agree in full).
     """
 
     mode: str = "full"
+    extra_text_penalty: float = 0.0
 
     name: ClassVar[str] = "ocr"
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -48,6 +51,8 @@ class Ocr:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"ocr mode must be one of {sorted(MODES)}, got {self.mode!r}")
+        if self.extra_text_penalty < 0:
+            raise ValueError(f"ocr extra_text_penalty must be 0 or more, got {self.extra_text_penalty}")
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """ValueError for the first line (counted from 1) that asks for no text."""
@@ -81,7 +86,7 @@ class Ocr:
         ]
         texts, errors = _read_all([image.numpy() for image in batch.images])
         values = [
-            None if text is None else MODES[self.mode](normalise(text), wanted)
+            None if text is None else self._value(normalise(text), wanted)
             for text, wanted in zip(texts, targets, strict=True)
         ]
         exact = [
@@ -89,6 +94,12 @@ class Ocr:
             for text, wanted in zip(texts, targets, strict=True)
         ]
         return RewardOutput.of(values, {"text": texts, "exact": exact, "error": errors})
+
+    def _value(self, read: str, targets: Sequence[str]) -> float:
+        """Both sides normalised. In [0, 1]."""
+        asked = sum(map(len, targets))
+        extra = max(len(read) - asked, 0) / asked
+        return max(MODES[self.mode](read, targets) - self.extra_text_penalty * extra, 0.0)
 
 
 def read_text(image: NDArray[np.uint8]) -> str:

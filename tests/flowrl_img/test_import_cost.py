@@ -22,7 +22,9 @@ def test_importing_the_package_imports_nothing_else():
     assert loaded & (HEAVY | {"numpy", "PIL", "pydantic", "yaml", "typer", "rich"}) == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["train", "--help"], ["recipes", "--help"], ["rewards", "--help"], ["--version"]]
+)
 def test_help_needs_no_torch_and_no_recipe(arguments):
     loaded = modules_after(f"import flowrl_img.cli as c; c.main({arguments!r})")
     assert "typer" in loaded

@@ -25,7 +25,19 @@ TOP_LEVEL = {
     "flowrl_img/world": {"numpy", "PIL"},
     "flowrl_img": {"torch", "numpy", "PIL", "pydantic", "yaml", "typer", "rich"},
 }
-LIGHT = ("__init__", "cli", "config", "plan", "plugins", "recipes", "resources", "tracking", "validation")
+LIGHT = (
+    "__init__",
+    "cli",
+    "cli_errors",
+    "cli_rewards",
+    "config",
+    "plan",
+    "plugins",
+    "recipes",
+    "resources",
+    "tracking",
+    "validation",
+)
 LIGHT_PACKAGES = {"pydantic", "yaml", "typer"}
 STANDARD = sys.stdlib_module_names
 

@@ -106,6 +106,15 @@ def test_a_prompt_without_a_text_is_refused_when_prompts_are_loaded() -> None:
         Ocr().validate(['"A"', "a sign"], [{}, {}])
 
 
+def test_extra_text_costs_what_the_penalty_says(engine: Callable[[Engine], None]) -> None:
+    for text, value in (("ABCD", 1.0), ("xABCD", 1 - 0.5 / 4), ("ABCDEFGHIJKL", 0.0), ("AB", 0.5)):
+        engine(lambda image, use_cls, text=text: ([[BOX, text, 0.9]], None))
+        reward = Ocr(mode="substring", extra_text_penalty=0.5)
+        assert ask(reward, as_batch(blank()), ['"ABCD"']).values.item() == pytest.approx(value), text
+    with pytest.raises(ValueError, match="0 or more, got -1"):
+        Ocr(extra_text_penalty=-1)
+
+
 def test_substring_is_an_option(engine: Callable[[Engine], None]) -> None:
     engine(lambda image, use_cls: ([[BOX, "xxABxx", 0.9]], None))
     assert ask(Ocr(mode="substring"), as_batch(blank()), ['"AB"']).values.item() == 1.0
