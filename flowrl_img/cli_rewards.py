@@ -1,4 +1,4 @@
-"""`flowrl-img rewards list | info | score | check | new`: looking at rewards, and trying them on pictures."""
+"""`flowrl-img rewards list | info | score | check | serve | env | new`: look at rewards, try them, serve them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ __all__ = ["rewards_app"]
 
 FAILED = 1
 
-rewards_app = typer.Typer(help="Look at rewards and try them: list, info, score, check, new.", no_args_is_help=True)
+rewards_app = typer.Typer(
+    help="Look at rewards and try them: list, info, score, check, serve, env, new.", no_args_is_help=True
+)
 
 Name = Annotated[str, typer.Argument(help="A built-in, an entry point, or package.module:Object.")]
 Options = Annotated[
@@ -75,6 +77,32 @@ def check_command(
             typer.echo(line)
     if not kept:
         raise typer.Exit(FAILED)
+
+
+@rewards_app.command("serve")
+def serve_command(
+    words: Annotated[list[str], typer.Argument(metavar="NAME [KEY=VALUE]...", help="Rewards, each with its options.")],
+    host: Annotated[str, typer.Option(help="Interface; others than loopback need FLOWRL_REWARD_TOKEN.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port.")] = 8417,
+) -> None:
+    """Serve rewards over HTTP for `rewards: [{name: remote, ...}]`: serve pickscore model=/models/pick ocr."""
+    with reported():
+        from flowrl_img.reward_commands import serve
+
+        serve(words, host, port, typer.echo)
+
+
+@rewards_app.command("env")
+def env_command(
+    name: Name,
+    folder: Annotated[Path, typer.Argument(help="Where the environment is made.")],
+    packages: Annotated[list[str] | None, typer.Option("--with", help="A further package; may be repeated.")] = None,
+) -> None:
+    """A virtual environment of its own for a scorer whose packages clash with yours, to serve it from."""
+    with reported():
+        from flowrl_img.reward_env import create
+
+        create(folder, name, packages or (), typer.echo)
 
 
 @rewards_app.command("new")

@@ -5,20 +5,23 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from flowrl_img import plugins
 from flowrl_img.pictures import load_pictures
+from flowrl_img.recipes import apply_override, parse_override
 from flowrl_img.resources import assets
 from flowrl_img.rewards import registry
 from flowrl_img.rewards.audit import audit, calibration_set
 from flowrl_img.rewards.failures import FailureBudget
+from flowrl_img.rewards.mixture import reporting
 from flowrl_img.rewards.protocol import Reward, RewardBatch
 from flowrl_img.rewards.score import Scorer
 
-__all__ = ["check", "info", "list_rewards", "new", "score"]
+__all__ = ["check", "info", "list_rewards", "new", "score", "serve"]
 
 
 def list_rewards() -> Iterator[str]:
@@ -77,6 +80,33 @@ def check(name: str, options: Mapping[str, Any], folder: Path | None, prompts: s
     signs = {None: " ", True: "+", False: "!"}
     lines = [f"{signs[finding.ok]} {finding.name:<28} {finding.text}" for finding in findings]
     return lines, not any(finding.ok is False for finding in findings)
+
+
+def serve(words: Sequence[str], host: str, port: int, announce: Callable[[str], None]) -> None:
+    """Serve the rewards of `NAME [key=value ...] [NAME ...]` until interrupted; a key belongs to the name before it."""
+    from flowrl_img.rewards import server
+    from flowrl_img.rewards.addresses import TOKEN_VARIABLE
+
+    sections = _sections(words)
+    scorers = [reporting(registry.build_part(section, f"reward {section['name']!r}").scorer) for section in sections]
+    labels = [scorer.label for scorer in scorers]
+    if len(set(labels)) != len(labels):
+        raise ValueError(f"two rewards would be served under one name: {', '.join(labels)}; set label=... for one")
+    token = os.environ.get(TOKEN_VARIABLE)
+    announce(f"serving {', '.join(labels)} on http://{host}:{port}{', with a token' if token else ''}")
+    server.serve(dict(zip(labels, scorers, strict=True)), host, port, token)
+
+
+def _sections(words: Sequence[str]) -> list[dict[str, Any]]:
+    sections: list[dict[str, Any]] = []
+    for word in words:
+        if "=" not in word:
+            sections.append({"name": word})
+        elif not sections:
+            raise ValueError(f"{word!r} stands before any reward: write the name first, then its keys")
+        else:
+            apply_override(sections[-1], *parse_override(word))
+    return sections
 
 
 def new(folder: Path) -> Iterator[str]:

@@ -42,6 +42,7 @@ class Aesthetic:
 
     name: ClassVar[str] = "aesthetic"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     @cached_property
     def _clip(self) -> Clip:

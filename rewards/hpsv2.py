@@ -57,6 +57,7 @@ class HPSv2:
 
     name: ClassVar[str] = "hpsv2"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("open_clip_torch>=2.30", "safetensors>=0.5")
 
     def __post_init__(self) -> None:
         if self.version not in CHECKPOINTS:

@@ -44,6 +44,7 @@ class ImageReward:
 
     name: ClassVar[str] = "imagereward"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     @cached_property
     def _device(self) -> torch.device:

@@ -47,6 +47,7 @@ class Ocr:
 
     name: ClassVar[str] = "ocr"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("rapidocr-onnxruntime>=1.4.4", "rapidfuzz>=3.9")
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

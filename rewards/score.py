@@ -28,7 +28,7 @@ from flowrl_img.rewards.protocol import (
     scope_of,
 )
 
-__all__ = ["InvalidScoreError", "Scorer", "checked", "score"]
+__all__ = ["InvalidScoreError", "Scorer", "checked", "gather_rows", "score"]
 
 Part = tuple[Sequence[int], RewardOutput]
 
@@ -82,7 +82,7 @@ class Scorer:
             if self.memory is not None:
                 self.memory.remember(content_keys(batch.rows(rows)), part)
             parts.append((rows, part))
-        output = _gather(parts, batch.ids)
+        output = gather_rows(parts, batch.ids)
         self.failures.count(self.label, output)
         return output
 
@@ -194,7 +194,7 @@ def _refuse_unequal(name: str, values: Tensor, groups: Mapping[str, list[int]]) 
             raise ValueError(f"reward '{name}' judges a group as a whole, but gave group {group!r} {found.tolist()}")
 
 
-def _gather(parts: Sequence[Part], ids: Sequence[str]) -> RewardOutput:
+def gather_rows(parts: Sequence[Part], ids: Sequence[str]) -> RewardOutput:
     """The chunks' answers in their rows; rows that no chunk holds had a picture that is not finite."""
     count = len(ids)
     values = torch.full((count,), torch.nan)

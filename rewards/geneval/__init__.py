@@ -68,6 +68,7 @@ class GenEval:
 
     name: ClassVar[str] = "geneval"
     needs: ClassVar[frozenset[str]] = frozenset({"include", "tag"})
+    requirements: ClassVar[tuple[str, ...]] = ("scipy>=1.12",)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:

@@ -29,7 +29,7 @@ def plugin_module() -> Iterator[str]:
 
 
 def test_the_built_in_rewards_are_found_by_their_files() -> None:
-    zoo = ["aesthetic", "clipscore", "geneval", "hpsv2", "imagereward", "jpeg", "ocr", "pickscore"]
+    zoo = ["aesthetic", "clipscore", "geneval", "hpsv2", "imagereward", "jpeg", "ocr", "pickscore", "remote"]
     assert registry.builtins() == zoo
 
 

@@ -230,10 +230,22 @@ def imagereward_options(weights: str) -> dict[str, Any]:
     return {"weights": weights, "tokenizer": bert_folder(), "sizes": sizes}
 
 
+@cache
+def reward_server() -> str:
+    """The address of a service of `jpeg`, which goes when the tests end."""
+    from services import serving
+
+    from flowrl_img.rewards.score import Scorer
+
+    reward_server.keep = serving({"jpeg": Scorer(registry.load("jpeg"))})  # type: ignore[attr-defined]
+    return reward_server.keep.__enter__()  # type: ignore[attr-defined]
+
+
 MODELS: dict[str, Callable[[], dict[str, Any]]] = {
     "pickscore": lambda: pair(clip_folder()),
     "clipscore": lambda: pair(clip_folder()),
     "hpsv2": lambda: {"version": "v2.1", **hps_files()},
     "aesthetic": lambda: {**pair(clip_folder(projection=768, act="quick_gelu")), "head": head_file()},
+    "remote": lambda: {"reward": "jpeg", "url": reward_server()},
     "imagereward": lambda: imagereward_options(imagereward_file()),
 }
