@@ -22,6 +22,7 @@ __all__ = ["WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "load_st
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(\S+)")
+COMPUTED = ("position_ids", "relative_position_index")
 LIBRARIES = (
     "flowrl-img", "torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "hpsv3", "pillow",
     "rapidocr-onnxruntime", "onnxruntime", "scipy",
@@ -110,11 +111,14 @@ def load_strict(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> 
 
 
 def from_pretrained(model_class: Any, config_file: Path, what: str) -> nn.Module:
-    """A transformers model from the folder of its config: float32, every weight loaded, else WeightsError as above."""
+    """A transformers model from the folder of its config: float32, every weight loaded, else WeightsError as above.
+
+    Buffers that old versions saved and new ones compute are no weights: they may be there and are not read.
+    """
     model, report = model_class.from_pretrained(
         config_file.parent, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
-    stray = [key for key in report["unexpected_keys"] if not key.endswith("position_ids")]  # a buffer once saved
+    stray = [key for key in report["unexpected_keys"] if not key.endswith(COMPUTED)]
     _refuse_misfit(what, report["missing_keys"], stray, [key for key, *_ in report["mismatched_keys"]])
     return model
 

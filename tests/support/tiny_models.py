@@ -231,6 +231,25 @@ def imagereward_options(weights: str) -> dict[str, Any]:
 
 
 @cache
+def mask2former_folder() -> str:
+    """A Mask2Former of 80 classes and 12 queries. Its class logits are spread, so that scores differ and pass 0.3."""
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    stages = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "out_features": [f"stage{k}" for k in range(1, 5)]}
+    sizes = {key: 32 for key in ("feature_size", "mask_feature_size", "hidden_dim", "encoder_feedforward_dim")}
+    torch.manual_seed(0)
+    config = Mask2FormerConfig(
+        backbone_config=SwinConfig(image_size=64, embed_dim=8, window_size=4, **stages), encoder_layers=1,
+        decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=12, num_labels=80, **sizes,
+    )  # fmt: skip
+    model = Mask2FormerForUniversalSegmentation(config)
+    torch.nn.init.normal_(model.class_predictor.weight, std=1.0)
+    folder = room() / "mask2former"
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
 def reward_server() -> str:
     """The address of a service of `jpeg`, which goes when the tests end."""
     from services import serving
