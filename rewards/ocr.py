@@ -21,7 +21,7 @@ from PIL import Image
 
 from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
 from flowrl_img.rewards.ocr_text import MODES, join_lines, normalise, targets_of
-from flowrl_img.rewards.pretrained import WeightsError, fingerprint
+from flowrl_img.rewards.pretrained import fingerprint, library
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.world import render, scene_for
 
@@ -142,14 +142,8 @@ def _networks() -> dict[str, Path]:
 
 
 def _library() -> Any:
-    try:
-        import rapidocr_onnxruntime
-    except (ImportError, OSError) as error:
-        raise WeightsError(
-            f"ocr: the reader cannot be imported ({error}); pip install rapidocr-onnxruntime, with one of "
-            "opencv-python and opencv-python-headless"
-        ) from error
-    return rapidocr_onnxruntime
+    fix = "pip install rapidocr-onnxruntime, with one of opencv-python and opencv-python-headless"
+    return library("ocr", "rapidocr_onnxruntime", fix)
 
 
 @lru_cache(maxsize=1)

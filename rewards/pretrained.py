@@ -7,6 +7,7 @@ pictures of a group differ. Left out: downloading anything but the named files, 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,7 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "load_strict", "locate", "locate_file", "read"]
+__all__ = [
+    "WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "library", "load_strict", "locate", "locate_file",
+    "read", "transformers_class",
+]  # fmt: skip
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,6 +35,24 @@ LIBRARIES = (
 
 class WeightsError(ValueError):
     """Weights are not there, or are not those of this model."""
+
+
+def library(owner: str, module: str, fix: str) -> Any:
+    """An optional module. WeightsError with what to do where it cannot be imported, for whatever reason."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # not there, without its files, of another torch
+        raise WeightsError(f"{owner}: {module} cannot be imported ({error}); {fix}") from error
+
+
+def transformers_class(owner: str, name: str) -> Any:
+    """A class of transformers, which imports its parts at first use: a torchvision of another torch shows only then."""
+    fix = "install torch and torchvision of one release (or no torchvision) and transformers 4.57 or newer"
+    found = library(owner, "transformers", fix)
+    try:
+        return getattr(found, name)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise WeightsError(f"{owner}: transformers.{name} cannot be imported ({error}); {fix}") from error
 
 
 def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: str | None = None) -> list[Path]:

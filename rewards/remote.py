@@ -52,6 +52,7 @@ class Remote:
 
     name: ClassVar[str] = "remote"
     needs: ClassVar[frozenset[str]] = frozenset()  # the server says
+    requirements: ClassVar[tuple[str, ...]] = ("httpx>=0.27",)
 
     def __post_init__(self) -> None:
         checked_urls(self.name, self.url)

@@ -16,7 +16,7 @@ import torch
 
 from flowrl_img.rewards.addresses import TOKEN_VARIABLE, is_loopback
 from flowrl_img.rewards.known_answers import StatesAnswers, check
-from flowrl_img.rewards.pretrained import WeightsError
+from flowrl_img.rewards.pretrained import library
 from flowrl_img.rewards.protocol import Fingerprinted, RewardBatch, RewardOutput
 from flowrl_img.rewards.score import Scorer
 from flowrl_img.rewards.wire import CONTENT_TYPE, WireError, pack_answer, pack_known_answers, unpack_batch
@@ -24,6 +24,7 @@ from flowrl_img.rewards.wire import CONTENT_TYPE, WireError, pack_answer, pack_k
 __all__ = ["MAX_BYTES", "create_app", "serve"]
 
 MAX_BYTES = 512 * 1024 * 1024  # of one request
+EXTRA = "pip install 'flowrl-img[serve]'"
 MAX_WAITING = 64  # requests for one reward; the next is told to come back
 
 
@@ -37,7 +38,7 @@ def serve(scorers: Mapping[str, Scorer], host: str, port: int, token: str | None
             f"{host} can be reached from other machines: set a secret in the environment variable {TOKEN_VARIABLE}, "
             "here and where the scores are asked for, or serve on 127.0.0.1"
         )
-    uvicorn = _library("uvicorn")
+    uvicorn = library("serving", "uvicorn", EXTRA)
     for scorer in scorers.values():
         check(scorer.reward)
     uvicorn.run(create_app(scorers, token), host=host, port=port, log_level="warning", timeout_graceful_shutdown=5)
@@ -45,7 +46,7 @@ def serve(scorers: Mapping[str, Scorer], host: str, port: int, token: str | None
 
 def create_app(scorers: Mapping[str, Scorer], token: str | None = None, max_bytes: int = MAX_BYTES) -> Any:
     """The FastAPI application of `serve`. WeightsError when FastAPI is not installed."""
-    fastapi = _library("fastapi")
+    fastapi = library("serving", "fastapi", EXTRA)
     from fastapi import Depends, HTTPException, Request
     from starlette.concurrency import run_in_threadpool
 
@@ -190,12 +191,3 @@ def _joined(rows: list[RewardOutput | str], batch: RewardBatch) -> RewardOutput:
     details = {name: [output.details.get(name, [None])[0] for output in outputs] for name in names}
     values, valid = torch.cat([o.values for o in outputs]), torch.cat([o.valid for o in outputs])
     return replace(outputs[0], values=values, valid=valid, details=details, ids=list(batch.ids))
-
-
-def _library(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise WeightsError(f"serving needs {name} ({error}); pip install 'flowrl-img[serve]'") from error

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from flowrl_img.rewards.addresses import is_loopback
-from flowrl_img.rewards.pretrained import WeightsError
+from flowrl_img.rewards.pretrained import library
 
 __all__ = ["Circuit", "Retry", "ServiceError", "Transport", "run_together"]
 
@@ -191,11 +191,14 @@ class Transport:
         """Client and gate of the running loop: neither works in another."""
         key = os.getpid(), id(asyncio.get_running_loop())
         if key not in self._loops:
-            httpx = _httpx()
+            httpx = library("asking a server", "httpx", "pip install 'flowrl-img[remote]'")
             timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)  # the deadline is `asyncio.timeout`, over all tries
             limits = httpx.Limits(max_connections=CONNECTIONS)
             local = all(is_loopback(urlsplit(url).hostname or "") for url in self.urls)  # no proxy leads there
-            client = httpx.AsyncClient(headers=self.headers, timeout=timeout, limits=limits, trust_env=not local)
+            client = httpx.AsyncClient(
+                headers=self.headers, timeout=timeout, limits=limits, trust_env=not local,
+                verify=any(url.startswith("https:") for url in self.urls),  # reading the certificates takes a second
+            )  # fmt: skip
             self._loops[key] = client, asyncio.Semaphore(self.concurrency)
         return self._loops[key]
 
@@ -242,11 +245,3 @@ def _reason(answer: Any) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):
         found = answer.text
     return str(found)[:300]
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-    except ImportError as error:
-        raise WeightsError(f"asking a server needs httpx ({error}); pip install 'flowrl-img[remote]'") from error
-    return httpx

@@ -23,7 +23,14 @@ from torch.nn import functional as F
 
 from flowrl_img.rewards.geneval.detection import Detection, Picture
 from flowrl_img.rewards.neural import frozen, pick_device, scoring
-from flowrl_img.rewards.pretrained import WEIGHTS, WeightsError, fingerprint, from_pretrained, locate
+from flowrl_img.rewards.pretrained import (
+    WEIGHTS,
+    WeightsError,
+    fingerprint,
+    from_pretrained,
+    locate,
+    transformers_class,
+)
 from flowrl_img.rewards.protocol import Metadata
 
 __all__ = ["COCO", "Mask2Former", "instances", "prepared"]
@@ -37,8 +44,8 @@ COCO = (
     "sports ball", "kite", "baseball bat", "baseball glove", "skateboard", "surfboard", "tennis racket", "bottle",
     "wine glass", "cup", "fork", "knife", "spoon", "bowl", "banana", "apple", "sandwich", "orange", "broccoli",
     "carrot", "hot dog", "pizza", "donut", "cake", "chair", "couch", "potted plant", "bed", "dining table", "toilet",
-    "tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster", "sink",
-    "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
+    "tv", "laptop", "computer mouse", "tv remote", "computer keyboard", "cell phone", "microwave", "oven", "toaster",
+    "sink", "refrigerator", "book", "clock", "vase", "scissors", "teddy bear", "hair drier", "toothbrush",
 )  # fmt: skip
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 STRIDE = 32  # of the deepest features: sides are padded to multiples of it
@@ -80,12 +87,9 @@ class Mask2Former:
     @cached_property
     def network(self) -> Any:
         """The network: float32, every weight from the checkpoint, in eval mode, frozen."""
-        from transformers import Mask2FormerForUniversalSegmentation
-
         what = f"mask2former.model = {self.model}"
-        made: Any = frozen(
-            lambda: from_pretrained(Mask2FormerForUniversalSegmentation, self._files[0], what), self._device
-        )
+        model_class = transformers_class(self.name, "Mask2FormerForUniversalSegmentation")
+        made: Any = frozen(lambda: from_pretrained(model_class, self._files[0], what), self._device)
         if made.config.num_labels != len(COCO):
             raise WeightsError(f"{what} knows {made.config.num_labels} classes; GenEval needs the 80 of COCO instances")
         return made

@@ -29,8 +29,9 @@ def plugin_module() -> Iterator[str]:
 
 
 def test_the_built_in_rewards_are_found_by_their_files() -> None:
-    zoo = ["aesthetic", "clipscore", "geneval", "hpsv2", "imagereward", "jpeg", "ocr", "pickscore", "remote"]
-    assert registry.builtins() == zoo
+    networks = {"aesthetic", "clipscore", "deqa", "hpsv2", "hpsv3", "imagereward", "pickscore"}
+    judges = {"editscore", "preference", "unifiedreward", "yesno"}
+    assert set(registry.builtins()) == networks | judges | {"geneval", "jpeg", "ocr", "remote"}
 
 
 def test_a_class_is_built_with_its_options() -> None:

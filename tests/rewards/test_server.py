@@ -170,5 +170,7 @@ def test_a_reward_that_contradicts_its_known_answers_is_not_served() -> None:
 @pytest.mark.parametrize("library", ["fastapi", "uvicorn"])
 def test_a_missing_library_names_the_extra(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(WeightsError, match=rf"serving needs {library} .*pip install 'flowrl-img\[serve\]'"):
+    with pytest.raises(
+        WeightsError, match=rf"serving: {library} cannot be imported .*pip install 'flowrl-img\[serve\]'"
+    ):
         server.serve({"level": scorer(lambda i, p, m: [1.0] * len(i))}, "127.0.0.1", services.free_port(), None)
