@@ -164,6 +164,9 @@ class RunConfig(Section):
     seed: int = Field(0, description="with prompt, sample and step it fixes every random number")
     folder: str | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
     save_every: int | None = Field(None, gt=0, description="updates between checkpoints; null: at the end")
+    overlap: bool = Field(
+        False, description="draw the next rollout while this one is scored; it is then one rollout off-policy"
+    )
     threads: int | None = Field(None, gt=0, description="CPU threads; null: torch's default")
     resume: str | None = Field(None, description="run folder or checkpoint to go on from")
     tracker: Literal["none", "tensorboard", "wandb"] = Field(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +26,10 @@ from flowrl_img.kernels.transition import transition_moments
 from flowrl_img.mismatch import NonFiniteError, check_first_update
 from flowrl_img.parallel import Processes
 from flowrl_img.prompts import draw_samples
-from flowrl_img.rewards.alarm import ConstantAlarm
+from flowrl_img.rewards.alarm import Alarm
 from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.score import InvalidScoreError, score
 from flowrl_img.rollout import roll
+from flowrl_img.scoring import Answer, ask, judge
 from flowrl_img.types import Edges, Moments, Points, PromptSet, Rollout, Sample
 from flowrl_img.weights import WeightSets
 
@@ -70,12 +72,14 @@ class Trainer:
     processes: Processes
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     warn: Callable[[str], None] = lambda text: None
-    alarm: ConstantAlarm = field(default_factory=ConstantAlarm)
+    alarm: Alarm = field(default_factory=Alarm)
     update: int = 0
     rollout: int = 0
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
+        self._scorers = ThreadPoolExecutor(1, "scoring") if self.config.run.overlap else None
+        self._ahead: dict[int, tuple[Rollout, tuple[Sample, ...], Callable[[], Answer]]] = {}
         optimizer = self.config.optimizer
         self.parameters = list(self.weights.trainable.values())
         self.optimizer = torch.optim.AdamW(
@@ -99,7 +103,24 @@ class Trainer:
     # -- rollout and scores
 
     def collect(self, rollout: int) -> Scored:
-        """Draw, score and rank this process's share of one rollout."""
+        """Draw, score and rank this process's share of one rollout.
+
+        With `run.overlap` the next rollout is drawn, by the weights of now, while the scores of this one are computed.
+        """
+        drawn, everything, answer = self._ahead.pop(rollout) if rollout in self._ahead else self._started(rollout)
+        last = self.config.run.rollouts
+        if self._scorers is not None and (last is None or rollout + 1 < last):
+            self._ahead[rollout + 1] = self._started(rollout + 1)
+        with self._timed("scoring"):
+            return self._rank(drawn, everything, answer())
+
+    def _started(self, rollout: int) -> tuple[Rollout, tuple[Sample, ...], Callable[[], Answer]]:
+        """A drawn rollout with all samples of all processes, and what gives (or waits for) its scores."""
+        drawn, everything = self._drawn(rollout)
+        asked = partial(ask, self.reward, drawn.leaves, self.prompts)
+        return drawn, everything, asked if self._scorers is None else self._scorers.submit(asked).result
+
+    def _drawn(self, rollout: int) -> tuple[Rollout, tuple[Sample, ...]]:
         config = self.config.rollout
         everything = draw_samples(
             self.prompts, config.groups, config.group_size, self.config.prompts.balance,
@@ -115,53 +136,21 @@ class Trainer:
                 shared_noise=config.shared_noise,
                 progress=lambda n: self.progress("sampling", n, len(mine)),
             )  # fmt: skip
-        with self._timed("scoring"):
-            return self._rank(drawn, everything)
+        return drawn, everything
 
-    def _rank(self, drawn: Rollout, everything: tuple[Sample, ...]) -> Scored:
-        samples = drawn.leaves.samples
-        columns = self._columns(drawn)
-        if warning := self.alarm.observe(self.processes.gather(columns)):
-            self.warn(warning)
-        rows = self.processes.gather_by_id([s.id for s in samples], *(torch.tensor(c) for c in columns.values()))
-        whole = {label: [rows[s.id][k] for s in everything] for k, label in enumerate(self.reward.labels)}
-        combined = self.reward.combine(whole, [s.group for s in everything])
-        values, valid = combined.values, combined.valid
-        if not valid.any():
-            raise InvalidScoreError("no picture of the rollout could be scored by every reward that has weight")
-        config = self.config.advantage
+    def _rank(self, drawn: Rollout, everything: tuple[Sample, ...], answer: Answer) -> Scored:
+        judged = judge(answer, self.reward, everything, self.processes, self.alarm, self.warn)
+        for part in self.reward.parts:
+            self.clock[f"scoring/{part.scorer.label}"] = part.scorer.seconds
+        config, combined = self.config.advantage, judged.combined
         advantage = combined_advantages(
-            combined.terms, combined.weights, valid, [s.group for s in everything], aggregate=combined.aggregate,
+            combined.terms, combined.weights, combined.valid, judged.groups, aggregate=combined.aggregate,
             scale=config.scale, eps=config.eps,
         )  # fmt: skip
         by_id = dict(zip([s.id for s in everything], advantage.clamp(-config.clip, config.clip).tolist(), strict=True))
         groups = torch.tensor([a != 0 for a in by_id.values()]).view(self.config.rollout.groups, -1)
-        metrics = {
-            "reward": values[valid].mean().item(),
-            "reward_std": values[valid].std(correction=0).item(),
-            "invalid": float((~valid).sum()),
-            "flat_groups": float((~groups.any(1)).sum()),
-        } | _by_reward(whole)
-        return Scored(drawn, everything, torch.tensor([by_id[s.id] for s in samples]), metrics)
-
-    def _columns(self, drawn: Rollout) -> dict[str, list[float]]:
-        """Raw values of this process's pictures by reward. InvalidScoreError on every process when one has it."""
-        samples = drawn.leaves.samples
-        output, failure = None, ""
-        try:
-            output = score(
-                self.reward, drawn.leaves.images,
-                [self.prompts.texts[s.prompt] for s in samples], [self.prompts.metadata[s.prompt] for s in samples],
-                [s.id for s in samples], group_ids=[s.group for s in samples],
-            )  # fmt: skip
-        except InvalidScoreError as error:
-            failure = str(error)
-        failures = [text for text in self.processes.gather(failure) if text]
-        if output is None or failures:
-            raise InvalidScoreError(failures[0])
-        for part in self.reward.parts:
-            self.clock[f"scoring/{part.scorer.label}"] = part.scorer.seconds
-        return self.reward.columns(output)
+        metrics = judged.metrics | {"flat_groups": float((~groups.any(1)).sum())}
+        return Scored(drawn, everything, torch.tensor([by_id[s.id] for s in drawn.leaves.samples]), metrics)
 
     # -- updates
 
@@ -301,18 +290,6 @@ class Trainer:
 
     def _timed(self, phase: str) -> _Timer:
         return _Timer(self.clock, phase)
-
-
-def _by_reward(columns: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Mean and spread of each reward's raw valid values, and how many failed."""
-    metrics: dict[str, float] = {}
-    for label, column in columns.items():
-        values = torch.tensor(column, dtype=torch.float64)
-        valid = values[~values.isnan()]
-        if len(valid):
-            metrics |= {f"reward/{label}": valid.mean().item(), f"reward_std/{label}": valid.std(correction=0).item()}
-        metrics[f"failed/{label}"] = float(len(values) - len(valid))
-    return metrics
 
 
 @dataclass

@@ -42,6 +42,7 @@ def validate(config: Config, num_processes: int = 1) -> Plan:
     if mixture is not None:
         attempt(lambda: _whole_groups(mixture, config, num_processes))
     attempt(lambda: _reported(config))
+    attempt(lambda: _overlap(config))
     if problems or plan is None:
         raise ValueError("\n".join(problems))
     return plan
@@ -53,6 +54,14 @@ def _mixture(config: Config) -> Mixture:
     mixture = registry.load_mixture([reward.section() for reward in config.rewards], config.aggregate)
     mixture.held_out()
     return mixture
+
+
+def _overlap(config: Config) -> None:
+    if config.run.overlap and config.model.dtype != "fp32":
+        raise ValueError(
+            f"run.overlap with model.dtype = {config.model.dtype}: in low precision old velocities are taken anew "
+            "before an update, when the weights that drew the rollout are gone; use run.overlap=false or fp32"
+        )
 
 
 def _reported(config: Config) -> None:

@@ -1,6 +1,7 @@
 """Rewards as a run asks them: what is recorded, what a failure does, groups, timing."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -136,3 +137,38 @@ def test_the_geometric_mean_is_trained_on(tiny_trainer):
     geometric = tiny_trainer(rewards=[BRIGHT, {**BRIGHT, "label": "again", "weight": 3.0}], aggregate="geometric")
     alone = tiny_trainer(rewards=[BRIGHT])
     torch.testing.assert_close(geometric.collect(0).advantage, alone.collect(0).advantage, rtol=1e-4, atol=1e-4)
+
+
+def test_scores_are_computed_while_the_next_rollout_is_drawn_by_the_weights_of_then(tiny_trainer, monkeypatch):
+    """With overlap, rollout k + 1 is drawn before the updates of rollout k; otherwise nothing changes."""
+    from flowrl_img import trainer as module
+
+    order, own = [], {name: getattr(module, name) for name in ("roll", "ask")}
+    monkeypatch.setattr(module, "roll", lambda *a, **k: order.append(("roll", trainer.update)) or own["roll"](*a, **k))
+    monkeypatch.setattr(
+        module, "ask", lambda *a: order.append(("ask", threading.current_thread().name[:7])) or own["ask"](*a)
+    )
+    runs = {"rollouts": 3, "updates_per_rollout": 1}
+    trainer = tiny_trainer(rewards=[BRIGHT], run={**runs, "overlap": True})
+    updates = list(trainer.run())
+    assert [u.rollout for u in updates] == [0, 1, 2]
+    assert [entry for entry in order if entry[0] == "roll"] == [("roll", 0), ("roll", 0), ("roll", 1)]
+    assert {entry[1] for entry in order if entry[0] == "ask"} == {"scoring"}
+    trainer = tiny_trainer(rewards=[BRIGHT], run=runs)
+    plain = list(trainer.run())
+    assert plain[0].metrics == updates[0].metrics  # the first update is the same; later ones are one rollout stale
+    assert plain[2].metrics["reward"] != updates[2].metrics["reward"]
+
+
+def test_a_failure_while_the_next_rollout_is_drawn_stops_the_run(tiny_config, run, capsys):
+    assert (
+        run_training(tiny_config(rewards=[FLAKY], rollout={"groups": 4, "group_size": 2}, run={"overlap": True})) == 1
+    )
+    assert "error: reward 'sample_rewards:broken_for_rings' could not score 2 of 8" in capsys.readouterr().out
+
+
+def test_overlap_is_refused_where_old_velocities_are_taken_anew(tiny_config):
+    from flowrl_img.validation import validate
+
+    with pytest.raises(ValueError, match=r"run\.overlap with model\.dtype = bf16"):
+        validate(tiny_config(run={"overlap": True}, model={"dtype": "bf16"}))
