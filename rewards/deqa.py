@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -60,6 +61,8 @@ class DeQA:
                 f"deqa: {self.model} runs code from its own repository. Read it at a commit, then set revision to that "
                 "commit and trust_remote_code=true, best on a server of its own (see `flowrl-img rewards env`)"
             )
+        if not Path(self.model).is_dir() and self.revision is None:
+            raise WeightsError(f"deqa: set revision to the commit of {self.model} that you read: its code may change")
         try:
             from transformers import AutoModelForCausalLM
 

@@ -18,12 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flowrl_img.resources import asset
+
 __all__ = [
     "WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "library", "load_strict", "locate", "locate_file",
     "read", "transformers_class",
 ]  # fmt: skip
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
+PACKAGED = "assets:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(\S+)")
 COMPUTED = ("position_ids", "relative_position_index")
@@ -58,10 +61,11 @@ def transformers_class(owner: str, name: str) -> Any:
 def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: str | None = None) -> list[Path]:
     """For each entry of `wanted` the first of its file names that `source`, a folder or a hub id, holds.
 
-    option: the reward and key that name the source, for messages. Files of a hub id come from its cache or the network.
+    option: the reward and key that name the source, for messages. Files of a hub id come from its cache or the network;
+    `assets:folder` is packaged with flowrl-img.
     Example: locate("pickscore.model", "/models/pick", [("config.json",), WEIGHTS])
     """
-    folder = Path(source).expanduser()
+    folder = _path(option, source)
     if folder.is_dir():
         return [_first(option, folder, names) for names in wanted]
     if not HUB_ID.fullmatch(source):
@@ -71,13 +75,23 @@ def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: 
 
 def locate_file(option: str, source: str, revision: str | None = None) -> Path:
     """The file at a path, or of a hub repository as `owner/name/file`. WeightsError when it is nowhere."""
-    path = Path(source).expanduser()
+    path = _path(option, source)
     if path.is_file():
         return path
     in_hub = HUB_FILE.fullmatch(source)
     if in_hub is None:
         raise WeightsError(f"{option}: no file {source}; give the path of a checkpoint, or owner/name/file of the hub")
     return _download(option, in_hub[1], [in_hub[2]], revision, place=f"FOLDER/{in_hub[2]}")
+
+
+def _path(option: str, source: str) -> Path:
+    """`assets:folder` is packaged with flowrl-img; anything else is a path."""
+    if not source.startswith(PACKAGED):
+        return Path(source).expanduser()
+    try:
+        return asset(source.removeprefix(PACKAGED))
+    except FileNotFoundError as error:
+        raise WeightsError(f"{option}: {error}") from error
 
 
 def _first(option: str, folder: Path, names: Sequence[str]) -> Path:

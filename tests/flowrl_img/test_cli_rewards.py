@@ -136,13 +136,17 @@ def test_a_new_reward_installs_as_an_entry_point_and_passes_its_test(run, tmp_pa
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-q", "--target", site, folder]
     subprocess.run([str(word) for word in pip], check=True, capture_output=True)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "PYTHONDONTWRITEBYTECODE": "1"}
-    ask = "from flowrl_img.rewards import registry; print(registry.load('blur_less', gain=2.0), *registry.builtins())"
-    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "BlurLess(gain=2.0)" in done.stdout and "blur_less" in done.stdout.split(") ")[1]
-    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder / "test_blur_less.py"]
-    done = subprocess.run([str(word) for word in test], capture_output=True, text=True, env=env, cwd=tmp_path)
-    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    code = f"""
+import pytest
+from flowrl_img import plugins
+from flowrl_img.rewards import registry
+assert "blur_less" in [point.name for point in plugins.metadata.entry_points(group="flowrl_img.rewards")]
+print(registry.load("blur_less", gain=2.0))
+raise SystemExit(pytest.main(["-q", "-p", "no:cacheprovider", {str(folder / "test_blur_less.py")!r}]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "BlurLess(gain=2.0)" in done.stdout and "1 passed" in done.stdout
 
 
 def test_a_new_reward_overwrites_nothing_and_needs_a_module_name(run, tmp_path):

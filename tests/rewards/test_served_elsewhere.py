@@ -85,6 +85,8 @@ def test_deqa_is_the_rating_over_five() -> None:
 def test_code_of_a_repository_runs_only_when_asked_for() -> None:
     with pytest.raises(WeightsError, match=r"runs code from its own repository.*trust_remote_code=true"):
         DeQA(model=tiny_models.deqa_folder()).validate(["x"], [{}])
+    with pytest.raises(WeightsError, match="set revision to the commit of zhiyuanyou/DeQA-Score-Mix3"):
+        DeQA(trust_remote_code=True).validate(["x"], [{}])
 
 
 def test_a_model_that_does_not_rate_is_refused(tmp_path: Path) -> None:
