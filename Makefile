@@ -27,9 +27,10 @@ fmt: $(STAMP) ## format the code, sort imports, apply the linter's safe fixes
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
 
-bench: $(STAMP) ## start of the command line, and the fused kernels beside eager code
+bench: $(STAMP) ## start of the command line, the fused kernels beside eager code, the rewards that need no weights
 	$(BIN)/python scripts/bench_cli.py
 	$(BIN)/python scripts/bench_kernels.py
+	$(BIN)/python scripts/bench_rewards.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \

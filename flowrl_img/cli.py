@@ -1,4 +1,4 @@
-"""The command line: `flowrl-img train|evaluate|sample|export`, `flowrl-img recipes list|show`.
+"""The command line: `flowrl-img train|evaluate|sample|export`, `flowrl-img recipes ...`, `flowrl-img rewards ...`.
 
 Nothing heavy is imported before a command needs it. A wrong input ends with `error:` lines on stderr and exit code 2,
 Ctrl-C with 130. FLOWRL_TRACEBACK=1 shows the traceback of a wrong input.
@@ -15,6 +15,7 @@ import typer
 from flowrl_img.commands.common import reported
 from flowrl_img.commands.evaluate import evaluate
 from flowrl_img.commands.export import export
+from flowrl_img.commands.rewards import rewards_app
 from flowrl_img.commands.sample import sample
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 recipes_app = typer.Typer(help="Look at recipes: list, show.", no_args_is_help=True)
 app.add_typer(recipes_app, name="recipes")
+app.add_typer(rewards_app, name="rewards")
 
 Arguments = Annotated[
     list[str] | None,

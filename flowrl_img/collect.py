@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,16 +13,37 @@ from torch import Tensor
 from flowrl_img.advantages import combined_advantages, usable
 from flowrl_img.forked import forks_of, roll_forked
 from flowrl_img.prompts import draw_samples
-from flowrl_img.rewards.alarm import columns
-from flowrl_img.rewards.score import score
 from flowrl_img.rollout import draw, roll
+from flowrl_img.scoring import Answer, ask, judge
 from flowrl_img.types import Rollout, Sample, Scored
 
-__all__ = ["collect"]
+__all__ = ["Started", "collect"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """A drawn rollout with all samples of all processes, and what gives (or waits for) this process's scores."""
+
+    drawn: Rollout
+    everything: tuple[Sample, ...]
+    answer: Callable[[], Answer]
 
 
 def collect(trainer: Any, rollout: int) -> Scored:
-    """Draw, score and rank. Every process makes the same collective calls."""
+    """Draw, score and rank. Every process makes the same collective calls.
+
+    With a thread for scores (`trainer.scorers`) the next rollout is drawn, by the weights of now, while this one's are
+    computed, and waits in `trainer.ahead`.
+    """
+    started = trainer.ahead.pop(rollout) if rollout in trainer.ahead else _started(trainer, rollout)
+    last = trainer.config.run.rollouts
+    if trainer.scorers is not None and (last is None or rollout + 1 < last):
+        trainer.ahead[rollout + 1] = _started(trainer, rollout + 1)
+    with trainer.timed("scoring"):
+        return _ranked(trainer, started.drawn, started.everything, started.answer())
+
+
+def _started(trainer: Any, rollout: int) -> Started:
     config, parts = trainer.config.rollout, trainer.parts
     forked = config.kind == "anchor_fork"
     paths = draw_samples(
@@ -33,8 +56,8 @@ def collect(trainer: Any, rollout: int) -> Scored:
     with trainer.timed("sampling"), trainer.weights.use(trainer.policy):
         trainer.weights.network.eval()
         drawn = _drawn(trainer, mine, steps)
-    with trainer.timed("scoring"):
-        return _ranked(trainer, drawn, everything)
+    asked = partial(ask, parts.reward, drawn.leaves, trainer.prompts)
+    return Started(drawn, everything, asked if trainer.scorers is None else trainer.scorers.submit(asked).result)
 
 
 def _drawn(trainer: Any, mine: Sequence[Sample], steps: Sequence[int]) -> Rollout:
@@ -52,49 +75,25 @@ def _drawn(trainer: Any, mine: Sequence[Sample], steps: Sequence[int]) -> Rollou
     return roll(trainer.model, trainer.prompts, mine, tail=parts.tail, **how)
 
 
-def _ranked(trainer: Any, drawn: Rollout, everything: tuple[Sample, ...]) -> Scored:
-    prompts, samples, config = trainer.prompts, drawn.leaves.samples, trainer.config.advantage
-    output = score(
-        trainer.parts.reward, drawn.leaves.images,
-        [prompts.texts[s.prompt] for s in samples], [prompts.metadata[s.prompt] for s in samples],
-        [s.id for s in samples], policy=trainer.config.run.reward_policy, group_ids=[s.group for s in samples],
-    )  # fmt: skip
-    if warning := trainer.alarm.observe(trainer.processes.gather(columns(trainer.parts.reward, output))):
-        trainer.warn(warning)
-    weights = {reward.name: reward.weight for reward in trainer.config.rewards}
-    each = [_column(output.details[name]) for name in weights]
-    found = trainer.processes.gather_by_id([s.id for s in samples], output.values, output.valid, *each)
-    values, valid, *each = (torch.tensor(column) for column in zip(*(found[s.id] for s in everything), strict=True))
-    if not valid.any():
-        raise RuntimeError("no image of the rollout could be scored; see the reward's errors above")
-    groups = [s.group for s in everything]
-    rewards = {"": values} if config.aggregate == "sum" else dict(zip(weights, each, strict=True))
+def _ranked(trainer: Any, drawn: Rollout, everything: tuple[Sample, ...], answer: Answer) -> Scored:
+    prompts, config, reward = trainer.prompts, trainer.config.advantage, trainer.parts.reward
+    judged = judge(answer, reward, everything, trainer.processes, trainer.alarm, trainer.warn)
+    for part in reward.parts:
+        trainer.clock[f"scoring/{part.scorer.label}"] = part.scorer.seconds
+    combined, groups = judged.combined, judged.groups
     advantage = combined_advantages(
-        rewards, {"": 1.0} if config.aggregate == "sum" else weights, valid, groups, aggregate=config.aggregate,
+        combined.terms, combined.weights, combined.valid, groups, aggregate=combined.aggregate,
         baseline=config.baseline, scale=config.scale, eps=config.eps, histories=trainer.histories,
         prompts=[prompts.ids[s.prompt] for s in everything],
     ).clamp(-config.clip, config.clip)  # fmt: skip
-    kept = usable(valid, groups) & _chosen(
-        trainer.objective.needs.best_and_worst, advantage, usable(valid, groups), groups
-    )
+    valid = usable(combined.valid, groups)
+    kept = valid & _chosen(trainer.objective.needs.best_and_worst, advantage, valid, groups)
     place = {s.id: row for row, s in enumerate(everything)}
-    rows = torch.tensor([place[s.id] for s in samples], dtype=torch.int64)
+    rows = torch.tensor([place[s.id] for s in drawn.leaves.samples], dtype=torch.int64)
     told_apart = {group for group, a in zip(groups, advantage.tolist(), strict=True) if a != 0}
-    metrics = {
-        "reward": values[valid].double().mean().item(),
-        "reward_std": values[valid].double().std(correction=0).item(),
-        "invalid": float((~valid).sum()),
-        "flat_groups": float(len(set(groups)) - len(told_apart)),
-    }
-    if len(weights) > 1:
-        metrics |= {f"reward/{name}": column[valid].double().mean().item() for name, column in zip(weights, each)}
+    metrics = judged.metrics | {"flat_groups": float(len(set(groups)) - len(told_apart))}
     trained = dict.fromkeys(group for group, keep in zip(groups, kept.tolist(), strict=True) if keep)
     return Scored(drawn, advantage.float()[rows], kept[rows], everything, tuple(trained), metrics)
-
-
-def _column(entries: Sequence[float | None]) -> Tensor:
-    """float32 [B], NaN where there is no number."""
-    return torch.tensor([float("nan") if entry is None else entry for entry in entries], dtype=torch.float32)
 
 
 def _chosen(best_and_worst: tuple[int, int] | None, advantage: Tensor, valid: Tensor, groups: Sequence[str]) -> Tensor:

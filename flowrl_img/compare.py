@@ -179,6 +179,7 @@ def _settings(subject: Subject, prompts: PromptSet) -> dict[str, Any]:
         "prompts_fingerprint": hashlib.blake2b(text.encode(), digest_size=8).hexdigest(),
         "evaluation": config.evaluation.model_dump(mode="json", exclude={"pictures", "every", "sheet"}),
         "rewards": [r.model_dump(mode="json") for r in config.rewards],
+        "aggregate": config.aggregate,
         "report_rewards": [r.model_dump(mode="json") for r in config.report_rewards],
         "seed": EVAL_SEED,
     }

@@ -117,11 +117,23 @@ class PromptsConfig(Section):
 
 
 class RewardConfig(PartConfig):
-    weight: float = Field(1.0, description="factor in the weighted sum; 0: scored and logged only")
+    """A reward and how a run asks it. Its own options stand beside these keys."""
 
-    def options(self) -> dict[str, Any]:
-        """The fields of the reward itself."""
-        return dict(self.model_extra or {})
+    weight: float = Field(1.0, description="factor in the aggregate; 0: scored and logged only")
+    label: str = Field("", description="name of its column in logs; empty: the reward's name")
+    transforms: tuple[str | PartConfig, ...] = Field(
+        (), description="done to its values before the aggregate: affine, clip, then rank, log_tame"
+    )
+    on_failure: Literal["raise", "mask"] = Field("raise", description="a failed score stops the run, or is left out")
+    failure_budget: float = Field(
+        0.05, ge=0, le=1, description="mask: the run stops above this share of failures in the last 500 pictures"
+    )
+    batch_size: int | None = Field(None, gt=0, description="pictures it is given at once; null: all of a process")
+    cache: int = Field(0, ge=0, description="scores remembered by picture, prompt and metadata; 0: none")
+
+    def section(self) -> dict[str, Any]:
+        """As the registry of rewards reads it: only what was set."""
+        return {"name": self.name, **self.model_dump(exclude_unset=True)}
 
 
 class WindowConfig(Section):
@@ -211,9 +223,6 @@ class HistoryConfig(Section):
 
 
 class AdvantageConfig(Section):
-    aggregate: Literal["sum", "advantage_sum", "gdpo"] = Field(
-        "sum", description="several rewards: advantage of the sum, sum of the advantages, or that sum standardised"
-    )
     baseline: Literal["group", "leave_one_out", "history", "none"] = Field(
         "group", description="what a reward is compared with"
     )
@@ -254,8 +263,8 @@ class RunConfig(Section):
     seed: int = Field(0, description="with prompt, sample and step it fixes every random number")
     folder: str | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
     save_every: int | None = Field(None, gt=0, description="updates between checkpoints; null: at the end")
-    reward_policy: Literal["raise", "mask"] = Field(
-        "raise", description="a score that failed stops the run, or is left out"
+    overlap: bool = Field(
+        False, description="draw the next rollout while this one is scored; it is then one rollout off-policy"
     )
     threads: int | None = Field(None, gt=0, description="CPU threads; null: torch's default")
     resume: str | None = Field(None, description="run folder or checkpoint to go on from")
@@ -270,7 +279,10 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     weights: WeightsConfig = WeightsConfig()
     prompts: PromptsConfig = PromptsConfig()
-    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(name="geneval"),), description="summed by weight")
+    rewards: tuple[RewardConfig, ...] = Field((RewardConfig(name="geneval"),), description="what is trained on")
+    aggregate: Literal["sum", "advantage_sum", "gdpo", "geometric"] = Field(
+        "sum", description="weighted sum or geometric mean of values; or of each reward's own advantages"
+    )
     report_rewards: tuple[RewardConfig, ...] = Field((), description="held-out rewards: reported, never trained on")
     rollout: RolloutConfig = RolloutConfig()
     matching: MatchingConfig = MatchingConfig()

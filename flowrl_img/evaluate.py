@@ -14,7 +14,8 @@ from torch import Tensor
 from flowrl_img.blend import Blend, Side
 from flowrl_img.intervals import Interval, bootstrap
 from flowrl_img.parallel import Processes
-from flowrl_img.rewards.score import score
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.score import Scorer, score
 from flowrl_img.rollout import EULER, generate, root_keys
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.types import PromptSet, Sample
@@ -47,17 +48,23 @@ class Evaluation:
         """Mean over tasks of task means, invalid pictures left out."""
         return level(self, column).value
 
+    @property
+    def failed(self) -> dict[str, int]:
+        """How many pictures each column has no number for, where any."""
+        missing = {name: int(np.isnan(values).sum()) for name, values in self.columns.items()}
+        return {name: count for name, count in missing.items() if count}
+
     def by_tag(self, column: str = "reward") -> dict[str, float]:
         values = self.columns[column]
         rows = {t: [k for k, tag in enumerate(self.tags) if tag == t] for t in dict.fromkeys(self.tags)}
-        return {t: float(np.nanmean(values[r])) for t, r in rows.items()}
+        return {t: _mean_of_valid(values[r]) for t, r in rows.items()}
 
 
 def evaluate(
     model: Any,
     prompts: PromptSet,
     samples: Sequence[Sample],
-    reward: Any,
+    reward: Mixture,
     *,
     num_steps: int,
     guidance: float,
@@ -65,13 +72,12 @@ def evaluate(
     processes: Processes,
     solver: Solver = EULER,
     keep: int = 0,
-    report: Mapping[str, Any] | None = None,
+    report: Mapping[str, Scorer] | None = None,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Evaluation:
     """Score the pictures that `solver` draws of `samples` with the weights that are active.
 
-    report: further rewards, by name.
-
+    report: further rewards, by label. `reward` is asked as `Scoring` says: a failed score is NaN and stops nothing.
     Samples are shared between processes and joined by id, so each counts once whatever their number.
     """
     mine, scoring = processes.share(samples), Scoring(prompts, reward, report or {})
@@ -111,34 +117,47 @@ def held_out_pictures(
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class Scoring:
-    """Every number the rewards give for held-out pictures: `reward` with its numeric details, and further rewards."""
+    """Every number the rewards give for held-out pictures: `reward` with its numeric details, and further rewards.
+
+    `reward` is asked as `Mixture.held_out` says, which refuses a mixture without a reward of single pictures with a
+    ValueError. A score that failed is NaN and stops nothing.
+    """
 
     prompts: PromptSet
-    reward: Any
-    report: Mapping[str, Any]
+    reward: Mixture
+    report: Mapping[str, Scorer]
+
+    def __post_init__(self) -> None:
+        self.reward = self.reward.held_out()
 
     def __call__(self, images: Tensor, samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
         """images: float [B, 3, H, W] in [0, 1]. Returns sample id -> column -> value, NaN where invalid.
 
-        `reward` is the score of the reward, its numeric details follow under their own names, and `report/<name>` holds
-        that of each further reward.
+        `reward` is the score of the mixture, its numeric details follow under their own names, and `report/<label>`
+        holds that of each further reward.
         """
         texts = [self.prompts.texts[s.prompt] for s in samples]
         asked = (images, texts, [self.prompts.metadata[s.prompt] for s in samples], [s.id for s in samples])
-        output = score(self.reward, *asked, policy="mask")
+        output = score(self.reward, *asked)
         columns: dict[str, list[Any]] = {"reward": output.values.tolist()}
         for key, column in output.details.items():
-            if all(isinstance(entry, (int, float, bool)) or entry is None for entry in column) and key != "error":
+            numbers = [entry for entry in column if entry is not None]
+            if numbers and all(isinstance(entry, (int, float, bool)) for entry in numbers):
                 columns[key] = column
         for name, scorer in self.report.items():
-            columns[f"report/{name}"] = score(scorer, *asked, policy="mask").values.tolist()
+            columns[f"report/{name}"] = score(scorer, *asked).values.tolist()
         nan = float("nan")
         return {
             sample.id: {name: nan if column[k] is None else float(column[k]) for name, column in columns.items()}
             for k, sample in enumerate(samples)
         }
+
+
+def _mean_of_valid(values: NDArray[np.float64]) -> float:
+    valid = values[~np.isnan(values)]
+    return float(valid.mean()) if len(valid) else float("nan")
 
 
 def level(evaluation: Evaluation, column: str = "reward", seed: int = 0) -> Interval:

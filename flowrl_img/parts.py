@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from flowrl_img import plugins
-from flowrl_img.config import Config, RewardConfig
+from flowrl_img.config import Config
 from flowrl_img.prompts import draw_samples, load_prompts
 from flowrl_img.rewards import known_answers, registry
+from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.score import Scorer
 from flowrl_img.sampling import check_noise, evaluation_solver_of, solver_of, step_rule_of, tail_of, times_of
 from flowrl_img.types import PromptSet
 from flowrl_img.window import window_of
@@ -25,8 +27,9 @@ class RunParts:
     config: Config
     train: PromptSet
     held_out: PromptSet
-    reward: Any
-    report: dict[str, Any]
+    reward: Mixture
+    report: dict[str, Scorer]
+    """by label"""
     objective: Any
     step_rule: Any
     window: Any
@@ -45,16 +48,17 @@ def assemble(config: Config) -> RunParts:
     """Build and check them. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
     draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
-    reward = _mixture(config.rewards)
-    report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
+    reward = registry.load_mixture([r.section() for r in config.rewards], config.aggregate)
+    report = registry.load_reported([r.section() for r in config.report_rewards])
+    scorers = [*(part.scorer for part in reward.parts), *report.values()]
     for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
-        for scorer in (reward, *report.values()):
+        for scorer in scorers:
             try:
-                scorer.validate(prompts.texts, prompts.metadata)
+                scorer.reward.validate(prompts.texts, prompts.metadata)
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
-    for scorer in (reward, *report.values()):
-        known_answers.check(scorer)
+    for scorer in scorers:
+        known_answers.check(scorer.reward)
     objective = plugins.build("objectives", config.objective.section(), where="objective")
     needs = objective.needs
     return RunParts(
@@ -64,7 +68,3 @@ def assemble(config: Config) -> RunParts:
         None if needs.matching else tail_of(config),
         solver_of(config, needs), times_of(config, needs), evaluation_solver_of(config),
     )  # fmt: skip
-
-
-def _mixture(rewards: tuple[RewardConfig, ...]) -> Any:
-    return registry.load_mixture({r.name: r.weight for r in rewards}, {r.name: r.options() for r in rewards})

@@ -1,4 +1,4 @@
-"""Names to objects: one rule for objectives, samplers, schedules, models, rewards, detectors, with no list to edit.
+"""Names to objects: one rule for objectives, samplers, models, rewards, transforms, detectors, with no list to edit.
 
 A name is a path `package.module:Object`, else an entry point of the group `flowrl_img.<kind>`, else a built-in: the
 module of that name, which exports (in `__all__`) one object whose `name` is the module's own; kinds of a few lines each
@@ -28,6 +28,7 @@ PACKAGES: Mapping[str, str] = {
     "models": "flowrl_img.models",
     "rewards": "flowrl_img.rewards",
     "detectors": "flowrl_img.rewards.detectors",
+    "transforms": "flowrl_img.rewards.transforms",
 }
 
 

@@ -1,7 +1,7 @@
 """One training run from a configuration to a run folder: the rim, where files, clocks and processes are touched.
 
 runs/<name>-<time>/
-    config.yaml  versions.json  metrics.jsonl  evaluations.jsonl
+    config.yaml  versions.json  rewards.json  metrics.jsonl  evaluations.jsonl
     before_after.png  checkpoint-<update>/  summary.txt
 """
 
@@ -32,6 +32,7 @@ from flowrl_img.parts import RunParts, assemble
 from flowrl_img.prompts import choose_evenly
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
+from flowrl_img.rewards import registry
 from flowrl_img.rewards.score import InvalidScoreError
 from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
@@ -94,7 +95,7 @@ def run_training(config: Config) -> int:
     parts = assemble(config)
     model_source(config.model.path)
     processes = Processes(accelerator())
-    folder = _open_folder(config, processes)
+    folder = _open_folder(config, parts, processes)
     return _Run(config, parts, processes, folder).train()
 
 
@@ -107,7 +108,7 @@ def accelerator() -> Any:
     return Accelerator(cpu=not torch.cuda.is_available())
 
 
-def _open_folder(config: Config, processes: Processes) -> Path:
+def _open_folder(config: Config, parts: RunParts, processes: Processes) -> Path:
     """Make the run folder and write what fixes the run; OSError says why it cannot be written."""
     name = f"{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path(config.run.folder) if config.run.folder else Path("runs") / name
@@ -120,12 +121,25 @@ def _open_folder(config: Config, processes: Processes) -> Path:
             raise ValueError(f"run.folder: {folder} already holds a run; choose another folder")
         (folder / "config.yaml").write_text(recipes.to_yaml(config))
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
+        (folder / "rewards.json").write_text(json.dumps(_rewards(config, parts), indent=1))
         (folder / "metrics.jsonl").touch()
     except OSError as error:
         raise OSError(
             f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder"
         ) from error
     return folder
+
+
+def _rewards(config: Config, parts: RunParts) -> dict[str, dict[str, Any]]:
+    """By column, what each reward is made of: enough to score again as this run did."""
+    record = {
+        part.scorer.label: registry.describe(r.section(), part.scorer.reward)
+        | {"weight": r.weight, "transforms": r.model_dump(mode="json")["transforms"]}
+        for r, part in zip(config.rewards, parts.reward.parts, strict=True)
+    }
+    for r, (label, scorer) in zip(config.report_rewards, parts.report.items(), strict=True):
+        record[f"report/{label}"] = registry.describe(r.section(), scorer.reward)
+    return record
 
 
 def _versions() -> dict[str, str]:
@@ -228,7 +242,13 @@ class _Run:
         means = {column: found.mean(column) for column in found.columns}
         self._append(
             "evaluations.jsonl",
-            {"label": label, "update": trainer.update, "means": means, "by_task": found.by_tag("reward")},
+            {
+                "label": label,
+                "update": trainer.update,
+                "means": means,
+                "by_task": found.by_tag("reward"),
+                "failed": found.failed,
+            },
         )
         self.live.say(f"held-out {label}: reward {level(found).value:.4f} ({len(samples)} pictures)")
 

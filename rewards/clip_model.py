@@ -18,7 +18,14 @@ from torch import Tensor
 
 from flowrl_img.rewards.neural import Truncation, frozen, pick_device, unit
 from flowrl_img.rewards.pixels import CropPixels, crop_pixels
-from flowrl_img.rewards.pretrained import WEIGHTS, WeightsError, fingerprint, from_pretrained, locate
+from flowrl_img.rewards.pretrained import (
+    WEIGHTS,
+    WeightsError,
+    fingerprint,
+    from_pretrained,
+    locate,
+    transformers_class,
+)
 
 __all__ = ["Clip"]
 
@@ -49,12 +56,11 @@ class Clip:
     @cached_property
     def network(self) -> Any:
         """The CLIPModel: float32, in eval mode, frozen."""
-        from transformers import CLIPModel
-
         config, _ = self._files
         self._check_activation(json.loads(config.read_text()))
         what = f"{self.owner}.model = {self.model}"
-        return frozen(lambda: from_pretrained(CLIPModel, config, what), self.device)
+        model_class = transformers_class(self.owner, "CLIPModel")
+        return frozen(lambda: from_pretrained(model_class, config, what), self.device)
 
     @cached_property
     def pixels(self) -> CropPixels:
@@ -64,9 +70,8 @@ class Clip:
     @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the processor; one that does not belong to the model is refused."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_files[0].parent, local_files_only=True)
+        auto = transformers_class(self.owner, "AutoTokenizer")
+        tokenizer = auto.from_pretrained(self._tokenizer_files[0].parent, local_files_only=True)
         if len(tokenizer) != self._text_config["vocab_size"]:
             raise WeightsError(
                 f"{self.owner}.processor = {self.processor}: its tokenizer knows {len(tokenizer)} tokens, the model "
@@ -113,10 +118,9 @@ class Clip:
 
     @cached_property
     def _text_config(self) -> dict[str, Any]:
-        from transformers import CLIPConfig
-
         [config] = locate(f"{self.owner}.model", self.model, [("config.json",)], self.revision)
-        return CLIPConfig.from_pretrained(config.parent, local_files_only=True).text_config.to_dict()
+        config_class = transformers_class(self.owner, "CLIPConfig")
+        return config_class.from_pretrained(config.parent, local_files_only=True).text_config.to_dict()
 
     def _check_activation(self, config: dict[str, Any]) -> None:
         named = (act for start, act in TRAINED_WITH.items() if self.model.startswith(start))

@@ -58,6 +58,7 @@ class ClipScore:
 
     name: ClassVar[str] = "clipscore"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     def __post_init__(self) -> None:
         if self.variant not in VARIANTS:

@@ -6,7 +6,6 @@ or 0.20 to 0.35 (v2.1). Source: arXiv 2306.09341; weights and code of the HPSv2 
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from flowrl_img.rewards.known_answers import KnownAnswer
 from flowrl_img.rewards.neural import Truncation, frozen, pick_device, unit
 from flowrl_img.rewards.pairs import cosine, differentiable_pairs, score_pairs
 from flowrl_img.rewards.pixels import PadPixels
-from flowrl_img.rewards.pretrained import WeightsError, fingerprint, load_strict, locate_file, read
+from flowrl_img.rewards.pretrained import WeightsError, fingerprint, library, load_strict, locate_file, read
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.rewards.scene_answers import matched_scenes
 
@@ -57,6 +56,7 @@ class HPSv2:
 
     name: ClassVar[str] = "hpsv2"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("open_clip_torch>=2.30", "safetensors>=0.5")
 
     def __post_init__(self) -> None:
         if self.version not in CHECKPOINTS:
@@ -170,13 +170,7 @@ class OpenClip:
     @cached_property
     def _library(self) -> Any:
         module, extra = BACKENDS[self.backend]
-        try:
-            return importlib.import_module(module)
-        except (ImportError, OSError, RuntimeError) as error:  # a wheel without its files, torchvision of another torch
-            raise WeightsError(
-                f"{self.owner}: backend {self.backend!r} cannot be imported ({error}); "
-                f"pip install '{extra}', with torch and torchvision of one release"
-            ) from error
+        return library(self.owner, module, f"pip install '{extra}', with torch and torchvision of one release")
 
     @cached_property
     def _file(self) -> Path:

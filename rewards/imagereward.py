@@ -19,7 +19,15 @@ from flowrl_img.rewards.blip import BlipReward, BlipSizes, build_blip, renamed
 from flowrl_img.rewards.known_answers import KnownAnswer
 from flowrl_img.rewards.neural import Truncation, frozen, full_precision, output_of, pick_device, scoring
 from flowrl_img.rewards.pixels import CropPixels
-from flowrl_img.rewards.pretrained import WeightsError, fingerprint, load_strict, locate, locate_file, read
+from flowrl_img.rewards.pretrained import (
+    WeightsError,
+    fingerprint,
+    load_strict,
+    locate,
+    locate_file,
+    read,
+    transformers_class,
+)
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.rewards.scene_answers import matched_scenes
 
@@ -44,6 +52,7 @@ class ImageReward:
 
     name: ClassVar[str] = "imagereward"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     @cached_property
     def _device(self) -> torch.device:
@@ -73,9 +82,8 @@ class ImageReward:
     @cached_property
     def _tokenizer(self) -> Any:
         """BERT's, with the two tokens that BLIP adds."""
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_files[0].parent, local_files_only=True)
+        auto = transformers_class(self.name, "AutoTokenizer")
+        tokenizer = auto.from_pretrained(self._tokenizer_files[0].parent, local_files_only=True)
         tokenizer.add_special_tokens({"bos_token": "[DEC]"})
         tokenizer.add_tokens(["[ENC]"], special_tokens=True)
         if len(tokenizer) != self.sizes.vocabulary:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from PIL import Image
+from PIL import Image, features
 from torch import Tensor
 
 from flowrl_img.rewards.known_answers import Better, Example, KnownAnswer
+from flowrl_img.rewards.pretrained import fingerprint
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 
 __all__ = ["MODES", "Jpeg", "encoded_kb"]
@@ -61,7 +62,12 @@ class Jpeg:
         flat = Example("a flat grey picture", np.full((64, 64, 3), 128, np.uint8))
         noise = Example("noise", np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8))
         small_is_good = MODES[self.mode](1.0) > MODES[self.mode](2.0)
-        return [Better(flat, noise) if small_is_good else Better(noise, flat)]
+        return [Better((flat,), (noise,)) if small_is_good else Better((noise,), (flat,))]
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The encoder, whose version moves sizes by a few percent."""
+        return fingerprint({}, encoder=f"libjpeg {features.version('jpg')}", subsampling="4:2:0")
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         """values: float32 [B]."""

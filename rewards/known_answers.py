@@ -2,7 +2,7 @@
 
 A scorer can answer every request and still be useless: a detector without its weights finds nothing, a reader in the
 wrong language reads nothing, and training goes on under a constant. So a reward may have a method `known_answers()`,
-and `check` refuses one that contradicts it. It needs no such method; a plain function has none.
+and `check` refuses one that contradicts it, or that gives all its examples one score. A plain function has none.
 """
 
 from __future__ import annotations
@@ -15,21 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch
+from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, scope_of
 from flowrl_img.rewards.score import checked
 
-__all__ = [
-    "Better",
-    "Different",
-    "Example",
-    "KnownAnswer",
-    "KnownAnswerError",
-    "Matching",
-    "Scores",
-    "StatesAnswers",
-    "check",
-]
+__all__ = ["Better", "Example", "KnownAnswer", "KnownAnswerError", "Scores", "StatesAnswers", "check", "matching"]
 
 
 class KnownAnswerError(ValueError):
@@ -49,17 +38,48 @@ class Example:
     metadata: Metadata = field(default_factory=dict)
 
 
-class KnownAnswer(Protocol):
-    """Something true of the scores of some examples."""
+@dataclass(frozen=True)
+class Scores:
+    """The example scores within [low, high]."""
+
+    example: Example
+    low: float = -float("inf")
+    high: float = float("inf")
 
     @property
-    def examples(self) -> Sequence[Example]:
+    def examples(self) -> tuple[Example, ...]:
         """The pictures to score."""
-        ...
+        return (self.example,)
 
     def contradiction(self, values: Sequence[float]) -> str | None:
         """values: one for each example. What is wrong with them, or None."""
-        ...
+        [value] = values
+        if self.low <= value <= self.high:
+            return None
+        return f"{self.example.what} scored {value:.4g} instead of {_range(self.low, self.high)}"
+
+
+@dataclass(frozen=True)
+class Better:
+    """The good examples score above the bad ones, taken together. A groupwise reward sees all of them as one group."""
+
+    good: tuple[Example, ...]
+    bad: tuple[Example, ...]
+
+    @property
+    def examples(self) -> tuple[Example, ...]:
+        """The pictures to score."""
+        return (*self.good, *self.bad)
+
+    def contradiction(self, values: Sequence[float]) -> str | None:
+        """values: one for each example. What is wrong with them, or None."""
+        good, bad = sum(values[: len(self.good)]), sum(values[len(self.good) :])
+        if good > bad:
+            return None
+        return f"{_names(self.good)} scored {good:.4g} instead of more than {_names(self.bad)}, which scored {bad:.4g}"
+
+
+KnownAnswer = Scores | Better
 
 
 @runtime_checkable
@@ -71,106 +91,53 @@ class StatesAnswers(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Scores:
-    """The example scores within [low, high]."""
+def matching(first: Example, second: Example) -> Better:
+    """Two pictures with their own prompts together score above the same two with the prompts exchanged.
 
-    example: Example
-    low: float = -float("inf")
-    high: float = float("inf")
+    Taken together, so that a liking for one of the pictures does not count.
+    """
 
-    @property
-    def examples(self) -> Sequence[Example]:
-        return (self.example,)
+    def crossed(one: Example, other: Example) -> Example:
+        what = f"{one.what} asked for {other.prompt!r}"
+        return replace(one, what=what, prompt=other.prompt, metadata=other.metadata)
 
-    def contradiction(self, values: Sequence[float]) -> str | None:
-        [value] = values
-        if self.low <= value <= self.high:
-            return None
-        return f"{self.example.what} scored {value:.4g} instead of {_range(self.low, self.high)}"
-
-
-@dataclass(frozen=True)
-class Better:
-    """The good example scores above the bad one."""
-
-    good: Example
-    bad: Example
-
-    @property
-    def examples(self) -> Sequence[Example]:
-        return (self.good, self.bad)
-
-    def contradiction(self, values: Sequence[float]) -> str | None:
-        good, bad = values
-        if good > bad:
-            return None
-        return f"{self.good.what} scored {good:.4g} instead of more than {self.bad.what}, which scored {bad:.4g}"
-
-
-@dataclass(frozen=True)
-class Different:
-    """The two examples do not score the same."""
-
-    first: Example
-    second: Example
-
-    @property
-    def examples(self) -> Sequence[Example]:
-        return (self.first, self.second)
-
-    def contradiction(self, values: Sequence[float]) -> str | None:
-        first, second = values
-        if first != second:
-            return None
-        return f"{self.first.what} and {self.second.what} both scored {first:.4g}"
-
-
-@dataclass(frozen=True)
-class Matching:
-    """Two pictures with their own prompts together score above the same two with the prompts exchanged."""
-
-    first: Example
-    second: Example
-
-    @property
-    def examples(self) -> Sequence[Example]:
-        one, two = self.first, self.second
-        crossed = [replace(one, prompt=two.prompt, metadata=two.metadata)]
-        crossed += [replace(two, prompt=one.prompt, metadata=one.metadata)]
-        return (one, two, *crossed)
-
-    def contradiction(self, values: Sequence[float]) -> str | None:
-        own, exchanged = sum(values[:2]), sum(values[2:])
-        if own > exchanged:
-            return None
-        return (
-            f"{self.first.what} and {self.second.what} scored {own:.4g} together instead of more than with their "
-            f"prompts exchanged, which scored {exchanged:.4g}"
-        )
+    return Better((first, second), (crossed(first, second), crossed(second, first)))
 
 
 def check(reward: Reward) -> None:
-    """Ask a reward, or each part of a mixture, for the answers it states. KnownAnswerError names what contradicts."""
-    if isinstance(reward, Mixture):
-        for part in reward.rewards.values():
-            check(part)
+    """Ask a reward for the answers it states, if it states any. KnownAnswerError names what contradicts them."""
     if not isinstance(reward, StatesAnswers):
         return
+    seen: list[float] = []
     for answer in reward.known_answers():
-        problem = answer.contradiction([_value(reward, example) for example in answer.examples])
+        values = _values(reward, answer.examples)
+        problem = answer.contradiction(values)
         if problem is not None:
             raise _error(reward, problem)
+        seen += values
+    if len(seen) > 1 and len(set(seen)) == 1:
+        raise _error(reward, f"its {len(seen)} examples all scored {seen[0]:.4g}")
 
 
-def _value(reward: Reward, example: Example) -> float:
-    batch = RewardBatch(torch.tensor(example.image)[None], [example.prompt], [example.metadata], ["known answer"])
+def _values(reward: Reward, examples: Sequence[Example]) -> list[float]:
+    """Pictures may differ in size, so each is asked for alone, unless the reward compares them."""
+    if scope_of(reward) == "point":
+        return [value for example in examples for value in _asked(reward, [example])]
+    return _asked(reward, examples)
+
+
+def _asked(reward: Reward, examples: Sequence[Example]) -> list[float]:
+    images = torch.from_numpy(np.stack([example.image for example in examples]))
+    prompts, metadata = [example.prompt for example in examples], [example.metadata for example in examples]
+    ids = [f"known answer {row}" for row in range(len(examples))]
+    batch = RewardBatch(images, prompts, metadata, ids, ["known answers"] * len(examples))
     with torch.no_grad():
         output = checked(reward, batch)
-    if not output.valid.item():
-        [reason] = output.details.get("error", [None])
-        raise _error(reward, f"{example.what} could not be scored: {reason or 'no reason given'}")
-    return output.values.item()
+    if not output.valid.all():
+        row = int((~output.valid).nonzero()[0])
+        reason = output.details["error"][row] if "error" in output.details else None
+        raise _error(reward, f"{examples[row].what} could not be scored: {reason or 'no reason given'}")
+    return output.values.tolist()
 
 
 def _error(reward: Reward, problem: str) -> KnownAnswerError:
@@ -178,6 +145,11 @@ def _error(reward: Reward, problem: str) -> KnownAnswerError:
         f"reward '{reward.name}' fails its known answers: {problem}. Its scores mean nothing here: "
         "check its options, its weights and the versions of its libraries"
     )
+
+
+def _names(examples: Sequence[Example]) -> str:
+    together = " together" if len(examples) > 1 else ""
+    return " and ".join(example.what for example in examples) + together
 
 
 def _range(low: float, high: float) -> str:

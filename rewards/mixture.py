@@ -1,75 +1,208 @@
-"""A weighted sum of rewards, itself a reward.
+"""Several rewards of one run: scored side by side, then combined over a whole rollout.
 
-The sum is of raw values, so parts with a large scale dominate: choose weights accordingly, or normalise each part
-in the advantage. Each part's raw value is kept in the details under its name.
+Scoring is per process and per row; combining needs every picture of the rollout where a transform or an aggregate looks
+at groups, so it is a pure function of the gathered columns. `sum` and `geometric` combine values. `advantage_sum` and
+`gdpo` combine the advantages of each column: their maths is in `flowrl_img.advantages`, and the value here, their
+weighted sum, is what is logged.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, RewardOutput
-from flowrl_img.rewards.score import checked
+from flowrl_img.rewards.failures import FailureBudget, InvalidScoreError
+from flowrl_img.rewards.protocol import RewardBatch, RewardOutput
+from flowrl_img.rewards.score import Scorer
+from flowrl_img.rewards.transforms import Transform
 
-__all__ = ["Mixture"]
+__all__ = ["AGGREGATES", "Combined", "Mixture", "Part", "reporting"]
+
+AGGREGATES = ("sum", "advantage_sum", "gdpo", "geometric")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One reward of a mixture. weight 0: scored and logged, but neither its value nor its failure counts.
+
+    transforms: applied to its column in this order, pointwise ones first.
+    """
+
+    scorer: Scorer
+    weight: float = 1.0
+    transforms: tuple[Transform, ...] = ()
+
+    def __post_init__(self) -> None:
+        label = self.scorer.label
+        if not math.isfinite(self.weight):
+            raise ValueError(f"reward '{label}': its weight must be a finite number, got {self.weight}")
+        order = [transform.pointwise for transform in self.transforms]
+        if order != sorted(order, reverse=True):
+            raise ValueError(f"reward '{label}': transforms of single values (affine, clip) come before rank, log_tame")
+
+    @property
+    def pointwise(self) -> tuple[Transform, ...]:
+        """The transforms that a held-out value keeps."""
+        return tuple(transform for transform in self.transforms if transform.pointwise)
+
+
+@dataclass(frozen=True)
+class Combined:
+    """A rollout's rewards, B rows. values, valid: the aggregate. columns: each reward after its transforms.
+
+    columns are float64 [B], NaN where invalid; a row of `values` is valid where every part of non-zero weight is.
+    terms, weights, aggregate: what `flowrl_img.advantages.combined_advantages` takes: the values themselves, or each
+    column of weight for an aggregate of advantages.
+    """
+
+    values: Tensor
+    valid: Tensor
+    columns: Mapping[str, Tensor]
+    terms: Mapping[str, Tensor]
+    weights: Mapping[str, float]
+    aggregate: str
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """sum_k weights[k] * rewards[k]; a row is invalid where any part of non-zero weight is.
+    """Parts in order, with different labels. Callable on a RewardBatch; `combine` gives what a run trains on.
 
-    A part of weight 0 is scored and logged but does not count, nor does its failure.
-    Details: `k` the part's raw values, `k/detail` its details (so `geneval/strict`), `error` the reasons.
+    Example: Mixture((Part(Scorer(GenEval())), Part(Scorer(Jpeg()), weight=0.1)))
     """
 
-    weights: Mapping[str, float]
-    rewards: Mapping[str, Reward]
-
-    name: ClassVar[str] = "weighted_sum"
+    parts: tuple[Part, ...]
+    aggregate: str = "sum"
 
     def __post_init__(self) -> None:
-        if not self.weights or self.weights.keys() != self.rewards.keys():
-            raise ValueError(f"each reward needs one weight: {list(self.weights)} against {list(self.rewards)}")
-        wrong = [key for key, weight in self.weights.items() if not math.isfinite(weight)]
-        if wrong:
-            raise ValueError(f"weights must be finite numbers, see {wrong}")
-        if not any(self.weights.values()):
+        if self.aggregate not in AGGREGATES:
+            raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {self.aggregate!r}")
+        labels = [part.scorer.label for part in self.parts]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"two rewards are called {twice[0]!r}: give one of them another label")
+        if not any(part.weight for part in self.parts):
             raise ValueError("at least one weight must differ from 0, else every picture is as good as any")
+        negative = [part.scorer.label for part in self.parts if part.weight < 0]
+        if self.aggregate == "geometric" and negative:
+            raise ValueError(f"aggregate geometric takes weights of 0 or more, see {negative}")
 
     @property
-    def needs(self) -> frozenset[str]:
-        """The metadata keys that any part needs."""
-        return frozenset().union(*(part.needs for part in self.rewards.values()))
+    def labels(self) -> tuple[str, ...]:
+        """The names of the columns."""
+        return tuple(part.scorer.label for part in self.parts)
 
-    def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
-        """ValueError for the first line that a part cannot score."""
-        for part in self.rewards.values():
-            part.validate(prompts, metadata)
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of each column."""
+        return {part.scorer.label: part.weight for part in self.parts}
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
-        """values: float32 [B]."""
-        values, valid = torch.zeros(len(batch)), torch.ones(len(batch), dtype=torch.bool)
+        """values: the aggregate of each row by pointwise transforms alone, float32 [B].
+
+        Details: under each label the raw values, `label/detail` its details (so `geneval/strict`), `error` the reasons.
+        InvalidScoreError when a part fails more than it may.
+        """
         details: dict[str, list[Any]] = {}
         errors: list[str | None] = [None] * len(batch)
-        for key, weight in self.weights.items():
-            part = checked(self.rewards[key], batch)
-            details[key] = part.values.tolist()
-            details |= {f"{key}/{column}": entries for column, entries in part.details.items()}
-            if weight != 0:  # 0 * NaN is NaN: a part out of the sum must not touch it
-                values, valid = values + weight * part.values, valid & part.valid
-                errors = _first_error(errors, key, part)
-        values = torch.where(valid, values, torch.nan)
-        return RewardOutput(values, valid, details | {"error": errors})
+        for part in self.parts:
+            label, output = part.scorer.label, part.scorer(batch)
+            details[label] = output.values.tolist()
+            details |= {f"{label}/{column}": entries for column, entries in output.details.items()}
+            if part.weight != 0:
+                errors = _first_error(errors, label, output)
+        combined = self._combined(_tensors({label: details[label] for label in self.labels}), (), pointwise=True)
+        return RewardOutput(combined.values.float(), combined.valid, details | {"error": errors}, batch.ids)
+
+    def columns(self, output: RewardOutput) -> dict[str, list[float]]:
+        """The raw values of each part, [B] each, NaN where invalid."""
+        return {label: list(output.details[label]) for label in self.labels}
+
+    def combine(self, columns: Mapping[str, Sequence[float]], groups: Sequence[str]) -> Combined:
+        """columns: raw values of all pictures of a rollout, from every process; groups: their B group ids.
+
+        InvalidScoreError when an aggregate or a transform does not apply to the values, such as a root of a negative.
+        """
+        return self._combined(_tensors(columns), groups, pointwise=False)
+
+    def held_out(self) -> Mixture:
+        """The mixture for evaluations: a failure leaves its picture out and never stops the run.
+
+        Parts that compare the pictures of a group are left out: over a group they always add up to the same. Where no
+        other part has weight, the first of the rest is what is reported. ValueError when nothing is left.
+        """
+        left = [part for part in self.parts if part.scorer.scope == "point"]
+        if not left:
+            raise ValueError(
+                f"the rewards {', '.join(self.labels)} compare pictures of a group, which measures no progress: add a "
+                "reward of single pictures, with weight 0 if it should not be trained on"
+            )
+        if not any(part.weight for part in left):
+            left[0] = replace(left[0], weight=1.0)
+        return replace(self, parts=tuple(replace(part, scorer=reporting(part.scorer)) for part in left))
+
+    def _combined(self, raw: Mapping[str, Tensor], groups: Sequence[str], *, pointwise: bool) -> Combined:
+        columns = dict(raw)
+        for part in self.parts:
+            for transform in part.pointwise:
+                columns |= {part.scorer.label: transform(part.scorer.label, columns, groups)}
+        weighted = {label: weight for label, weight in self.weights.items() if weight != 0}
+        if not pointwise:
+            counted = {label: columns[label] for label in weighted}
+            columns = {part.scorer.label: _over_rollout(part, columns, counted, groups) for part in self.parts}
+        values = _geometric(columns, weighted) if self.aggregate == "geometric" else _sum(columns, weighted)
+        if self.aggregate in ("sum", "geometric"):
+            return Combined(values, ~values.isnan(), columns, {"reward": values}, {"reward": 1.0}, "sum")
+        terms = {label: columns[label] for label in weighted}
+        return Combined(values, ~values.isnan(), columns, terms, weighted, self.aggregate)
 
 
-def _first_error(errors: list[str | None], key: str, part: RewardOutput) -> list[str | None]:
-    reasons = part.details.get("error", [None] * len(errors))
+def reporting(scorer: Scorer) -> Scorer:
+    """The same reward and cache, with failures that stop nothing."""
+    copy = replace(scorer, failures=FailureBudget("mask", share=1.0), seconds=0.0)
+    if scorer.memory is not None:
+        copy.__dict__["memory"] = scorer.memory
+    return copy
+
+
+def _over_rollout(
+    part: Part, columns: Mapping[str, Tensor], counted: Mapping[str, Tensor], groups: Sequence[str]
+) -> Tensor:
+    """The column after the transforms that look at others, of which they see those that count."""
+    label, own = part.scorer.label, columns[part.scorer.label]
+    for transform in part.transforms[len(part.pointwise) :]:
+        own = transform(label, {**counted, label: own}, groups)
+    return own
+
+
+def _sum(columns: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """NaN where any part is: a part out of the sum (weight 0) is not in `weights`, as 0 * NaN is NaN."""
+    return torch.stack([weight * columns[label] for label, weight in weights.items()]).sum(0)
+
+
+def _geometric(columns: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """prod r ** (w / sum of w)."""
+    for label in weights:
+        if (columns[label] < 0).any():
+            raise InvalidScoreError(
+                f"aggregate geometric needs values of 0 or more, reward '{label}' gave "
+                f"{columns[label].nan_to_num().min():.4g}: shift it by the transform 'affine', or cut it by 'clip'"
+            )
+    total = sum(weights.values())
+    return torch.stack([columns[label] ** (weight / total) for label, weight in weights.items()]).prod(0)
+
+
+def _tensors(columns: Mapping[str, Sequence[float]]) -> dict[str, Tensor]:
+    return {label: torch.tensor(list(column), dtype=torch.float64) for label, column in columns.items()}
+
+
+def _first_error(errors: list[str | None], label: str, output: RewardOutput) -> list[str | None]:
+    reasons = output.details.get("error", [None] * len(errors))
     return [
-        known or (None if ok else f"{key}: {reason or 'no reason given'}")
-        for known, ok, reason in zip(errors, part.valid.tolist(), reasons, strict=True)
+        known or (None if ok else f"{label}: {reason or 'no reason given'}")
+        for known, ok, reason in zip(errors, output.valid.tolist(), reasons, strict=True)
     ]

@@ -11,7 +11,8 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,6 +21,7 @@ from PIL import Image
 
 from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
 from flowrl_img.rewards.ocr_text import MODES, join_lines, normalise, targets_of
+from flowrl_img.rewards.pretrained import fingerprint, library
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.world import render, scene_for
 
@@ -34,18 +36,24 @@ _LOCK = threading.Lock()  # the engine keeps state between its stages
 class Ocr:
     """mode: "full" (the whole text read must be the text asked for) or "substring" (extra text is free).
 
+    extra_text_penalty: taken off for every letter read beyond the number asked for, in units of 1 / that number.
+    Mode "full" counts extra text already.
     Texts come from the metadata key `ocr_target` or the quoted parts of the prompt. values in [0, 1].
     Details: `text` as read, `exact` (the normalised texts agree in full).
     """
 
     mode: str = "full"
+    extra_text_penalty: float = 0.0
 
     name: ClassVar[str] = "ocr"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("rapidocr-onnxruntime>=1.4.4", "rapidfuzz>=3.9")
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise ValueError(f"ocr mode must be one of {sorted(MODES)}, got {self.mode!r}")
+        if self.extra_text_penalty < 0:
+            raise ValueError(f"ocr extra_text_penalty must be 0 or more, got {self.extra_text_penalty}")
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """ValueError for the first line (counted from 1) that asks for no text."""
@@ -54,6 +62,11 @@ class Ocr:
                 targets_of(prompt, row)
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Hashes of the engine's networks, enlargement and versions."""
+        return fingerprint(_networks(), preprocessing=f"short side to {SHORT_SIDE}, bicubic")
 
     def known_answers(self) -> Sequence[KnownAnswer]:
         """A sign is read, up to one letter; no text is read on a blank picture, and no other text on the sign."""
@@ -74,7 +87,7 @@ class Ocr:
         ]
         texts, errors = _read_all([image.numpy() for image in batch.images])
         values = [
-            None if text is None else MODES[self.mode](normalise(text), wanted)
+            None if text is None else self._value(normalise(text), wanted)
             for text, wanted in zip(texts, targets, strict=True)
         ]
         exact = [
@@ -82,6 +95,12 @@ class Ocr:
             for text, wanted in zip(texts, targets, strict=True)
         ]
         return RewardOutput.of(values, {"text": texts, "exact": exact, "error": errors})
+
+    def _value(self, read: str, targets: Sequence[str]) -> float:
+        """Both sides normalised. In [0, 1]."""
+        asked = sum(map(len, targets))
+        extra = max(len(read) - asked, 0) / asked
+        return max(MODES[self.mode](read, targets) - self.extra_text_penalty * extra, 0.0)
 
 
 def read_text(image: NDArray[np.uint8]) -> str:
@@ -117,9 +136,19 @@ def _enlarged(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
 
+def _networks() -> dict[str, Path]:
+    """The networks inside the wheel by name; WeightsError when the engine is not installed."""
+    return {path.stem: path for path in sorted((Path(_library().__file__).parent / "models").glob("*.onnx"))}
+
+
+def _library() -> Any:
+    fix = "pip install rapidocr-onnxruntime, with one of opencv-python and opencv-python-headless"
+    return library("ocr", "rapidocr_onnxruntime", fix)
+
+
 @lru_cache(maxsize=1)
 def _engine(pid: int) -> Any:
     """One engine for this process: sessions do not survive a fork, and one thread is the fastest per picture."""
-    from rapidocr_onnxruntime import RapidOCR
-
-    return RapidOCR(det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1)
+    return _library().RapidOCR(
+        det_limit_side_len=SHORT_SIDE, det_limit_type="min", intra_op_num_threads=1, inter_op_num_threads=1
+    )

@@ -38,6 +38,7 @@ class PickScore:
 
     name: ClassVar[str] = "pickscore"
     needs: ClassVar[frozenset[str]] = frozenset()
+    requirements: ClassVar[tuple[str, ...]] = ("transformers>=4.57", "safetensors>=0.5")
 
     @cached_property
     def _clip(self) -> Clip:

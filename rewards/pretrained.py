@@ -7,6 +7,7 @@ pictures of a group differ. Left out: downloading anything but the named files, 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import pickle
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -17,25 +18,54 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "load_strict", "locate", "locate_file", "read"]
+from flowrl_img.resources import asset
+
+__all__ = [
+    "WEIGHTS", "WeightsError", "fingerprint", "from_pretrained", "library", "load_strict", "locate", "locate_file",
+    "read", "transformers_class",
+]  # fmt: skip
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the order of preference of transformers
+PACKAGED = "assets:"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"([\w.-]+/[\w.-]+)/(\S+)")
-LIBRARIES = ("torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "pillow")
+COMPUTED = ("position_ids", "relative_position_index")
+LIBRARIES = (
+    "flowrl-img", "torch", "transformers", "open_clip_torch", "hpsv2", "hpsv2x", "hpsv3", "pillow",
+    "rapidocr-onnxruntime", "onnxruntime", "scipy",
+)  # fmt: skip
 
 
 class WeightsError(ValueError):
     """Weights are not there, or are not those of this model."""
 
 
+def library(owner: str, module: str, fix: str) -> Any:
+    """An optional module. WeightsError with what to do where it cannot be imported, for whatever reason."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:  # not there, without its files, of another torch
+        raise WeightsError(f"{owner}: {module} cannot be imported ({error}); {fix}") from error
+
+
+def transformers_class(owner: str, name: str) -> Any:
+    """A class of transformers, which imports its parts at first use: a torchvision of another torch shows only then."""
+    fix = "install torch and torchvision of one release (or no torchvision) and transformers 4.57 or newer"
+    found = library(owner, "transformers", fix)
+    try:
+        return getattr(found, name)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise WeightsError(f"{owner}: transformers.{name} cannot be imported ({error}); {fix}") from error
+
+
 def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: str | None = None) -> list[Path]:
     """For each entry of `wanted` the first of its file names that `source`, a folder or a hub id, holds.
 
-    option: the reward and key that name the source, for messages. Files of a hub id come from its cache or the network.
+    option: the reward and key that name the source, for messages. Files of a hub id come from its cache or the network;
+    `assets:folder` is packaged with flowrl-img.
     Example: locate("pickscore.model", "/models/pick", [("config.json",), WEIGHTS])
     """
-    folder = Path(source).expanduser()
+    folder = _path(option, source)
     if folder.is_dir():
         return [_first(option, folder, names) for names in wanted]
     if not HUB_ID.fullmatch(source):
@@ -45,13 +75,23 @@ def locate(option: str, source: str, wanted: Sequence[Sequence[str]], revision: 
 
 def locate_file(option: str, source: str, revision: str | None = None) -> Path:
     """The file at a path, or of a hub repository as `owner/name/file`. WeightsError when it is nowhere."""
-    path = Path(source).expanduser()
+    path = _path(option, source)
     if path.is_file():
         return path
     in_hub = HUB_FILE.fullmatch(source)
     if in_hub is None:
         raise WeightsError(f"{option}: no file {source}; give the path of a checkpoint, or owner/name/file of the hub")
     return _download(option, in_hub[1], [in_hub[2]], revision, place=f"FOLDER/{in_hub[2]}")
+
+
+def _path(option: str, source: str) -> Path:
+    """`assets:folder` is packaged with flowrl-img; anything else is a path."""
+    if not source.startswith(PACKAGED):
+        return Path(source).expanduser()
+    try:
+        return asset(source.removeprefix(PACKAGED))
+    except FileNotFoundError as error:
+        raise WeightsError(f"{option}: {error}") from error
 
 
 def _first(option: str, folder: Path, names: Sequence[str]) -> Path:
@@ -107,11 +147,14 @@ def load_strict(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> 
 
 
 def from_pretrained(model_class: Any, config_file: Path, what: str) -> nn.Module:
-    """A transformers model from the folder of its config: float32, every weight loaded, else WeightsError as above."""
+    """A transformers model from the folder of its config: float32, every weight loaded, else WeightsError as above.
+
+    Buffers that old versions saved and new ones compute are no weights: they may be there and are not read.
+    """
     model, report = model_class.from_pretrained(
         config_file.parent, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
-    stray = [key for key in report["unexpected_keys"] if not key.endswith("position_ids")]  # a buffer once saved
+    stray = [key for key in report["unexpected_keys"] if not key.endswith(COMPUTED)]
     _refuse_misfit(what, report["missing_keys"], stray, [key for key, *_ in report["mismatched_keys"]])
     return model
 

@@ -1,7 +1,12 @@
-"""Rewards by name: `load("jpeg", quality=90)`, `load("my_package.rewards:Sharpness")`, `load_mixture({"ocr": 1.0})`."""
+"""Rewards by name: `load("jpeg", quality=90)`, `load("my_package:Sharpness")`, `load_mixture([{"name": "ocr"}])`.
+
+A config section holds the reward's name and own options, and how a run asks it: the keys of `ASKING`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,10 +15,16 @@ from typing import Any, cast
 from torch import Tensor
 
 from flowrl_img import plugins
-from flowrl_img.rewards.mixture import Mixture
-from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, RewardOutput
+from flowrl_img.rewards.failures import FailureBudget
+from flowrl_img.rewards.mixture import Mixture, Part, reporting
+from flowrl_img.rewards.protocol import Fingerprinted, Metadata, Reward, RewardBatch, RewardOutput
+from flowrl_img.rewards.score import Scorer
 
-__all__ = ["FunctionReward", "build", "builtins", "load", "load_mixture"]
+__all__ = [
+    "ASKING", "FunctionReward", "build", "build_part", "builtins", "describe", "load", "load_mixture", "load_reported",
+]  # fmt: skip
+
+ASKING = ("weight", "label", "transforms", "on_failure", "failure_budget", "batch_size", "cache")
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,15 @@ class FunctionReward:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """SHA-256 of the function's source; none where it has no source."""
+        try:
+            source = inspect.getsource(self.function)
+        except (OSError, TypeError):
+            return {}
+        return {"source.sha256": hashlib.sha256(source.encode()).hexdigest()}
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """A plain function asks nothing of its prompts."""
@@ -66,17 +86,64 @@ def build(section: Mapping[str, Any], where: str = "reward") -> Reward:
     return FunctionReward(found, name, plugins.check_options(found, options, where, skip=3))
 
 
-def load_mixture(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]] | None = None) -> Mixture:
-    """The weighted sum of the named rewards. options: the options of each, by the same name.
+def build_part(section: Mapping[str, Any], where: str = "reward") -> Part:
+    """A reward of a mixture: `{"name": ..., **options}` with any of the keys `ASKING`. ValueError as for `build`."""
+    asking = {key: section[key] for key in ASKING if key in section}
+    reward = build({key: value for key, value in section.items() if key not in ASKING}, where)
+    return plugins.make(_part, {"reward": reward, **asking}, where)
 
-    Example: load_mixture({"geneval": 1.0, "jpeg": 0.1}, {"geneval": {"mode": "strict"}})
+
+def _part(
+    reward: Any, weight: float = 1.0, label: str = "", transforms: Sequence[Mapping[str, Any] | str] = (),
+    on_failure: str = "raise", failure_budget: float = 0.05, batch_size: int | None = None, cache: int = 0,
+) -> Part:  # fmt: skip
+    scorer = Scorer(reward, label, FailureBudget(on_failure, failure_budget), batch_size, cache)
+    scorer = scorer if weight else reporting(scorer)
+    sections = [{"name": entry} if isinstance(entry, str) else entry for entry in transforms]
+    made = tuple(plugins.build("transforms", entry, f"transforms.{k}") for k, entry in enumerate(sections))
+    return Part(scorer, weight, made)
+
+
+def load_mixture(sections: Sequence[Mapping[str, Any]], aggregate: str = "sum") -> Mixture:
+    """The rewards that a run trains on. ValueError says which section is wrong.
+
+    Example: load_mixture([{"name": "geneval", "mode": "strict"}, {"name": "jpeg", "weight": 0.1}])
     """
-    options = options or {}
-    stray = sorted(options.keys() - weights.keys())
-    if stray:
-        raise ValueError(f"options for rewards that have no weight: {stray}; valid: {list(weights)}")
-    parts = {name: build({"name": name, **options.get(name, {})}, f"reward {name!r}") for name in weights}
-    return Mixture(weights, parts)
+    parts = tuple(build_part(section, f"rewards.{k}") for k, section in enumerate(sections))
+    try:
+        return Mixture(parts, aggregate)
+    except ValueError as error:
+        raise ValueError(f"rewards: {error}") from error
+
+
+def load_reported(sections: Sequence[Mapping[str, Any]]) -> dict[str, Scorer]:
+    """Rewards that are only reported, by label: no failure of theirs stops a run. ValueError as for `load_mixture`."""
+    scorers: dict[str, Scorer] = {}
+    for k, section in enumerate(sections):
+        where = f"report_rewards.{k}"
+        part = build_part(section, where)
+        if part.weight != 1.0 or part.transforms:
+            raise ValueError(f"{where}: weight and transforms have no meaning for a reward that is only reported")
+        scorer = reporting(part.scorer)
+        if scorer.scope != "point":
+            raise ValueError(f"{where}: '{scorer.label}' compares pictures of a group, which measures no progress")
+        if scorer.label in scorers:
+            raise ValueError(f"{where}: two rewards are called {scorer.label!r}: give one of them another label")
+        scorers[scorer.label] = scorer
+    return scorers
+
+
+def describe(section: Mapping[str, Any], reward: Reward) -> dict[str, Any]:
+    """For a run's record: name, every option with its value, fingerprint. `load(name, **options)` gives it again."""
+    options: dict[str, Any] = {}
+    if isinstance(reward, FunctionReward):
+        parameters = list(inspect.signature(reward.function).parameters.values())[3:]
+        options = {p.name: p.default for p in parameters if p.default is not p.empty} | dict(reward.options)
+    elif dataclasses.is_dataclass(reward):
+        plain = dataclasses.asdict(reward)
+        options = {field.name: plain[field.name] for field in dataclasses.fields(reward) if field.init}
+    stated = dict(reward.fingerprint) if isinstance(reward, Fingerprinted) else {}
+    return {"name": section["name"], "options": options, "fingerprint": stated}
 
 
 def builtins() -> list[str]:

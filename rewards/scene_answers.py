@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+
 import numpy as np
 
-from flowrl_img.rewards.known_answers import Example, Matching
+from flowrl_img.rewards.known_answers import Better, Example, matching
+from flowrl_img.rewards.wire import png_of
 from flowrl_img.world import render, scene_for
 
-__all__ = ["circle", "matched_scenes", "square"]
+__all__ = ["circle", "edited_scenes", "matched_scenes", "square"]
 
 
 def circle() -> Example:
@@ -20,9 +23,17 @@ def square() -> Example:
     return _scene("blue", "square")
 
 
-def matched_scenes() -> Matching:
-    """Each of the two fits its own prompt better. Taken together, so that a liking for one picture does not count."""
-    return Matching(circle(), square())
+def matched_scenes() -> Better:
+    """Each of the two fits its own prompt better than the other's."""
+    return matching(circle(), square())
+
+
+def edited_scenes() -> Better:
+    """Told to replace a blue square by a red circle, a red circle is better than the same blue square."""
+    source = f"data:image/png;base64,{base64.b64encode(png_of(square().image)).decode()}"
+    told, row = "replace the blue square by a red circle", {"source": source}
+    done = Example("a drawn red circle as the edit of a blue square", circle().image, told, row)
+    return Better((done,), (Example("the blue square, left as it was,", square().image, told, row),))
 
 
 def _scene(color: str, shape: str) -> Example:

@@ -1,4 +1,4 @@
-"""The one place that calls a reward: converts pictures, checks what comes back, joins rows by id.
+"""The one place that calls a reward: batches, checks what comes back, joins rows by id, counts failures, takes times.
 
 A row is invalid when its picture is not finite or when the reward says so. An exception inside a reward is not caught
 here: a reward marks the failures it expects, anything else is a bug and must stop the run.
@@ -6,54 +6,147 @@ here: a reward marks the failures it expects, anything else is a bug and must st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flowrl_img.rewards.cache import ScoreCache, content_keys
+from flowrl_img.rewards.failures import FailureBudget, InvalidScoreError
 from flowrl_img.rewards.images import to_uint8
-from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, RewardOutput, require_keys
+from flowrl_img.rewards.protocol import (
+    Metadata,
+    Reward,
+    RewardBatch,
+    RewardOutput,
+    groups_of,
+    require_keys,
+    scope_of,
+)
 
-__all__ = ["InvalidScoreError", "checked", "score"]
+__all__ = ["InvalidScoreError", "Scorer", "checked", "gather_rows", "score"]
+
+Part = tuple[Sequence[int], RewardOutput]
 
 
-class InvalidScoreError(RuntimeError):
-    """A sample could not be scored and the policy is to stop."""
+@dataclass
+class Scorer:
+    """A reward as a run asks it. Itself callable on a RewardBatch.
+
+    label: name of its column, the reward's own where empty. batch_size: the most pictures given to the reward at once,
+    None gives all; groups of a groupwise reward stay whole. cache: scores remembered by content, 0 for none; pointwise
+    rewards only. seconds: time spent in the reward so far.
+    """
+
+    reward: Reward
+    label: str = ""
+    failures: FailureBudget = field(default_factory=FailureBudget)
+    batch_size: int | None = None
+    cache: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.reward.name
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 or None, got {self.batch_size}")
+        if self.cache < 0:
+            raise ValueError(f"cache must be 0 or the number of scores to remember, got {self.cache}")
+        if self.scope != "point" and self.cache:
+            raise ValueError(f"reward '{self.label}' depends on the whole group, so no row of it can be remembered")
+
+    @property
+    def scope(self) -> str:
+        """ "point", "group" or "set"; see `protocol.Scoped`."""
+        return scope_of(self.reward)
+
+    @cached_property
+    def memory(self) -> ScoreCache | None:
+        """The cache, where there is one."""
+        return ScoreCache(self.cache) if self.cache else None
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        """values float32 [B] and valid bool [B] on the CPU, in the batch's order; details are lists of B entries.
+
+        ValueError when the reward breaks the protocol, InvalidScoreError when more fails than `failures` bears.
+        """
+        require_keys(self.label, self.reward.needs, batch.metadata)
+        good = list(range(len(batch))) if batch.finite is None else batch.finite.nonzero().flatten().tolist()
+        known, asked = self._remembered(batch, good)
+        parts: list[Part] = known
+        for rows in self._chunks(batch, asked):
+            part = self._timed(batch.rows(rows))
+            if self.memory is not None:
+                self.memory.remember(content_keys(batch.rows(rows)), part)
+            parts.append((rows, part))
+        output = gather_rows(parts, batch.ids)
+        self.failures.count(self.label, output)
+        return output
+
+    def _timed(self, batch: RewardBatch) -> RewardOutput:
+        began = time.perf_counter()
+        with torch.no_grad():
+            output = checked(self.reward, batch)
+        self.seconds += time.perf_counter() - began
+        return output
+
+    def _remembered(self, batch: RewardBatch, rows: Sequence[int]) -> tuple[list[Part], list[int]]:
+        """The answers found in the cache, and the rows to ask for."""
+        if self.memory is None or not rows:
+            return [], list(rows)
+        known: list[Part] = []
+        asked = []
+        for row, key in zip(rows, content_keys(batch.rows(rows)), strict=True):
+            found = self.memory.find(key)
+            if found is None:
+                asked.append(row)
+            else:
+                value, details = found
+                known.append(([row], RewardOutput.of([value], {name: [entry] for name, entry in details.items()})))
+        return known, asked
+
+    def _chunks(self, batch: RewardBatch, rows: Sequence[int]) -> Iterable[list[int]]:
+        """Row numbers of each call: at most batch_size of them, but never less than a group where groups count."""
+        if not rows:
+            return
+        if self.scope == "point":
+            units = [[row] for row in rows]
+        else:
+            units = [[rows[k] for k in group] for group in groups_of(batch.rows(rows), self.label).values()]
+        chunk: list[int] = []
+        for unit in units:
+            if chunk and self.batch_size is not None and len(chunk) + len(unit) > self.batch_size:
+                yield chunk
+                chunk = []
+            chunk = [*chunk, *unit]
+        yield chunk
 
 
 def score(
-    reward: Reward,
+    reward: Reward | Callable[[RewardBatch], RewardOutput],
     images: Tensor,
     prompts: Sequence[str],
     metadata: Sequence[Metadata],
     ids: Sequence[str],
     *,
+    group_ids: Sequence[str] | None = None,
     policy: str = "raise",
     batch_size: int | None = None,
-    group_ids: Sequence[str] | None = None,
 ) -> RewardOutput:
     """images: float [B, 3, H, W] in [0, 1]; row i of everything belongs to `ids[i]`.
 
-    Returns values float32 [B] and valid bool [B] on the CPU in the order of `ids`; details are lists of B entries.
-    policy: "raise" stops with InvalidScoreError at an invalid row, "mask" returns it as NaN and valid = False.
-    batch_size: the most pictures given to the reward at once; None gives all.
+    reward: a Scorer or a Mixture, or a plain reward, which gets a Scorer of the given `policy` ("raise": stop with
+    InvalidScoreError at an invalid row; "mask": return it as NaN and valid = False) and `batch_size`.
+    Returns values float32 [B] and valid bool [B] on the CPU in the order of `ids`.
     """
-    if policy not in _POLICIES:
-        raise ValueError(f"policy must be one of {sorted(_POLICIES)}, got {policy!r}")
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1 or None, got {batch_size}")
     pixels, finite = to_uint8(images)
-    batch = RewardBatch(pixels, prompts, metadata, ids, group_ids)
-    require_keys(reward.name, reward.needs, metadata)
-    good = finite.nonzero().flatten().tolist()
-    size = batch_size or max(len(good), 1)
-    chunks = [good[start : start + size] for start in range(0, len(good), size)]
-    with torch.no_grad():
-        parts = [(chunk, checked(reward, batch.rows(chunk))) for chunk in chunks]
-    output = _gather(parts, ids)
-    _POLICIES[policy](reward.name, output)
-    return output
+    batch = RewardBatch(pixels, prompts, metadata, ids, group_ids, finite)
+    if isinstance(reward, Reward):
+        reward = Scorer(reward, failures=FailureBudget(policy, share=1.0), batch_size=batch_size)
+    return reward(batch)
 
 
 def checked(reward: Reward, batch: RewardBatch) -> RewardOutput:
@@ -77,6 +170,8 @@ def checked(reward: Reward, batch: RewardBatch) -> RewardOutput:
     if not output.values[output.valid].isfinite().all():
         raise ValueError(f"reward '{name}' returned a non-finite value marked valid; mark such a row invalid")
     values = torch.where(output.valid, output.values, torch.nan).cpu()
+    if scope_of(reward) == "set":
+        _refuse_unequal(name, values, groups_of(batch, name))
     return RewardOutput(values, output.valid.cpu(), output.details, batch.ids)
 
 
@@ -92,7 +187,14 @@ def _in_order(name: str, output: RewardOutput, ids: Sequence[str]) -> RewardOutp
     return RewardOutput(output.values[order], output.valid[order], details, list(ids))
 
 
-def _gather(parts: Sequence[tuple[Sequence[int], RewardOutput]], ids: Sequence[str]) -> RewardOutput:
+def _refuse_unequal(name: str, values: Tensor, groups: Mapping[str, list[int]]) -> None:
+    for group, rows in groups.items():
+        found = values[rows]
+        if not torch.equal(found.nan_to_num(), found[:1].nan_to_num().expand_as(found)):
+            raise ValueError(f"reward '{name}' judges a group as a whole, but gave group {group!r} {found.tolist()}")
+
+
+def gather_rows(parts: Sequence[Part], ids: Sequence[str]) -> RewardOutput:
     """The chunks' answers in their rows; rows that no chunk holds had a picture that is not finite."""
     count = len(ids)
     values = torch.full((count,), torch.nan)
@@ -110,20 +212,3 @@ def _gather(parts: Sequence[tuple[Sequence[int], RewardOutput]], ids: Sequence[s
     if not valid.all():
         details["error"] = errors
     return RewardOutput(values, valid, details, list(ids))
-
-
-def _raise_on_invalid(name: str, output: RewardOutput) -> None:
-    invalid = (~output.valid).nonzero().flatten().tolist()
-    if invalid:
-        reasons = {output.ids[row]: output.details["error"][row] or "no reason given" for row in invalid[:4]}
-        raise InvalidScoreError(
-            f"reward '{name}' could not score {len(invalid)} of {len(output.ids)} samples: {reasons}; "
-            "set the policy to 'mask' to leave such samples out"
-        )
-
-
-def _keep_invalid(name: str, output: RewardOutput) -> None:
-    """The caller leaves invalid rows out by `valid`."""
-
-
-_POLICIES: Mapping[str, Callable[[str, RewardOutput], None]] = {"raise": _raise_on_invalid, "mask": _keep_invalid}

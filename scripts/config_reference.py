@@ -47,25 +47,32 @@ def reference() -> str:
     )
     for title, kind in parts:
         blocks += [_plugin(title, name, plugins.resolve(kind, name)) for name in plugins.available(kind)]
+    blocks.append("\n".join(["### rewards: keys of every reward", "", *_table(_rows(RewardConfig)), ""]))
     blocks += [_plugin("rewards", name, plugins.resolve("rewards", name)) for name in registry.builtins()]
+    names = plugins.available("transforms")
+    blocks += [_plugin("transforms of a reward", name, plugins.resolve("transforms", name)) for name in names]
     return "\n".join(blocks)
 
 
 def _sections(model: type[BaseModel], prefix: str) -> Iterator[str]:
-    rows, inner = [], []
-    for name, field in model.model_fields.items():
-        section = _section(field.annotation)
-        if section is None:
-            rows.append(
-                (f"`{name}`", _type(field.annotation, field.metadata), _default(field), field.description or "")
-            )
-        else:
-            inner.append((section, f"{prefix}{name}"))
+    found = {name: _section(field.annotation) for name, field in model.model_fields.items()}
+    inner = [(section, f"{prefix}{name}") for name, section in found.items() if section is not None]
+    rows = _rows(model, [name for name, section in found.items() if section is None])
     title = f"## {prefix.removesuffix('.')}" if prefix else "## Top level"
     doc = inspect.cleandoc(vars(model).get("__doc__") or "") if prefix else ""
     yield "\n".join([title, "", *([doc, ""] if doc else []), *_table(rows), ""])
     for section, path in inner:
         yield from _sections(section, f"{path}.")
+
+
+def _rows(model: type[BaseModel], names: Sequence[str] | None = None) -> list[tuple[str, ...]]:
+    """One line for each of the fields `names`, or for all but `name`."""
+    chosen = [name for name in model.model_fields if name != "name"] if names is None else names
+    fields = {name: model.model_fields[name] for name in chosen}
+    return [
+        (f"`{name}`", _type(field.annotation, field.metadata), _default(field), field.description or "")
+        for name, field in fields.items()
+    ]
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:
@@ -109,6 +116,8 @@ def _words(annotation: Any) -> str:
     origin = str(getattr(annotation, "__origin__", ""))
     if "Literal" in origin:
         return " | ".join(f"`{a}`" for a in arguments)
+    if "Mapping" in origin:
+        return "mapping"
     if "tuple" in origin:
         items = [_words(a) for a in arguments if a is not Ellipsis]
         return f"list of {items[0]}" if Ellipsis in arguments else f"[{', '.join(items)}]"

@@ -24,7 +24,8 @@ from flowrl_img.rewards.geneval.logic import (
     filter_detections,
 )
 from flowrl_img.rewards.known_answers import Example, KnownAnswer, Scores
-from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, require_keys
+from flowrl_img.rewards.pretrained import fingerprint
+from flowrl_img.rewards.protocol import Fingerprinted, Metadata, RewardBatch, RewardOutput, require_keys
 
 __all__ = ["COMPAT", "MODES", "GenEval", "benchmark", "partial", "strict"]
 
@@ -55,18 +56,19 @@ class GenEval:
     """mode: "partial" | "strict" | "benchmark"; compat: None, or "flow_grpo" for the published partial score.
 
     detector, colors: name in `rewards/detectors`, entry point of `flowrl_img.detectors`, or `package.module:Object`
-    (a class, called without arguments, or an instance).
+    (a class, or an instance); `{name: ..., key: value}` gives it options.
     Details, one entry a row: `partial`, `strict`, `benchmark`, `tag`.
     """
 
     mode: str = "partial"
     compat: str | None = None
-    detector: str = "scenes"
-    colors: str = "scenes"
+    detector: str | Mapping[str, Any] = "scenes"
+    colors: str | Mapping[str, Any] = "scenes"
     thresholds: Thresholds = field(default_factory=Thresholds)
 
     name: ClassVar[str] = "geneval"
     needs: ClassVar[frozenset[str]] = frozenset({"include", "tag"})
+    requirements: ClassVar[tuple[str, ...]] = ("scipy>=1.12",)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -78,11 +80,11 @@ class GenEval:
 
     @cached_property
     def _detector(self) -> Detector:
-        return cast("Detector", plugins.build("detectors", {"name": self.detector}, "detector"))
+        return cast("Detector", plugins.build("detectors", _section(self.detector), "detector"))
 
     @cached_property
     def _color_classifier(self) -> ColorClassifier:
-        return cast("ColorClassifier", plugins.build("detectors", {"name": self.colors}, "colors"))
+        return cast("ColorClassifier", plugins.build("detectors", _section(self.colors), "colors"))
 
     def validate(self, prompts: Sequence[str], metadata: Sequence[Metadata]) -> None:
         """ValueError for the first line (counted from 1) that does not fit the schema, the detector or the colours."""
@@ -94,13 +96,22 @@ class GenEval:
             except ValueError as error:
                 raise ValueError(f"line {line}: {error}") from error
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Detector and colour classifier, with what they state of their own weights, and versions."""
+        facts = fingerprint({}, detector=_named(self.detector), colors=_named(self.colors))
+        for role, part in (("detector", self._detector), ("colors", self._color_classifier)):
+            stated = part.fingerprint if isinstance(part, Fingerprinted) else {}
+            facts |= {f"{role}.{key}": value for key, value in stated.items() if key != "libraries"}
+        return facts
+
     def known_answers(self) -> Sequence[KnownAnswer]:
         """The detector's own pictures score 1, black ones of their size 0; none where the detector states none."""
         if not isinstance(self._detector, KnowsPictures):
             return []
         answers: list[KnownAnswer] = []
         for picture, row in self._detector.known_pictures():
-            asked = row if self.detector == self.colors else _without_colors(row)
+            asked = row if _named(self.detector) == _named(self.colors) else _without_colors(row)
             words = "; ".join(str(dict(clause)) for clause in asked["include"])
             right = Example(f"a picture of {words}", picture, metadata=asked)
             black = Example(f"a black picture, asked for {words},", np.zeros_like(picture), metadata=asked)
@@ -126,6 +137,14 @@ class GenEval:
 
         objects = filter_detections(found, metadata["tag"], self.thresholds)
         return evaluate(objects, metadata, colors_of, self.thresholds, COMPAT[self.compat])
+
+
+def _section(part: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"name": part} if isinstance(part, str) else part
+
+
+def _named(part: str | Mapping[str, Any]) -> str:
+    return str(_section(part)["name"])
 
 
 def _without_colors(row: Metadata) -> Metadata:

@@ -11,14 +11,18 @@ import tiny_models
 import torch
 
 from flowrl_img.rewards import registry
-from flowrl_img.rewards.protocol import Differentiable, Reward, RewardOutput
+from flowrl_img.rewards.protocol import Differentiable, Fingerprinted, Reward, RewardOutput, scope_of
 from flowrl_img.rewards.score import score
 from flowrl_img.world import SHAPES, render, scene_for
 
 ROWS = [
-    {"tag": "single_object", "include": [{"class": shape, "count": 1}], "ocr_target": text, "prompt": f'"{text}"'}
+    {
+        "tag": "single_object", "include": [{"class": shape, "count": 1}], "ocr_target": text, "prompt": f'"{text}"',
+        "source": tiny_models.source_picture(),
+    }
     for shape, text in zip(SHAPES, ["AB", "X4T", "HEN", "F2"], strict=False)
-]
+]  # fmt: skip
+GROUPS = ["p", "p", "q", "q"]
 
 
 @cache
@@ -44,7 +48,12 @@ def same(one: Any, two: Any) -> None:
 def ask(name: str, order: list[int]) -> RewardOutput:
     rows = [ROWS[k] for k in order]
     prompts, ids = [str(row["prompt"]) for row in rows], [f"s{k}" for k in order]
-    return score(reward(name), pictures()[order], prompts, rows, ids)
+    return score(reward(name), pictures()[order], prompts, rows, ids, group_ids=[GROUPS[k] for k in order])
+
+
+def units(name: str) -> list[list[int]]:
+    """The rows that may be scored apart: single ones, or whole groups."""
+    return [[0], [1], [2], [3]] if scope_of(reward(name)) == "point" else [[0, 1], [2, 3]]
 
 
 @cache
@@ -56,11 +65,11 @@ every = pytest.mark.parametrize("name", registry.builtins())
 
 
 @every
-def test_a_batch_equals_its_singles(name: str) -> None:
-    singles = [ask(name, [k]) for k in range(4)]
-    same(torch.cat([single.values for single in singles]), straight(name).values)
+def test_a_batch_equals_its_singles_or_groups(name: str) -> None:
+    parts = [ask(name, unit) for unit in units(name)]
+    same(torch.cat([part.values for part in parts]), straight(name).values)
     for key, column in straight(name).details.items():
-        assert [single.details[key][0] for single in singles] == column
+        assert [entry for part in parts for entry in part.details[key]] == column
 
 
 @every
@@ -111,6 +120,21 @@ def test_scores_are_the_same_inside_autocast_and_inference_mode(name: str) -> No
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
         inside = ask(name, [0, 1, 2, 3])
     assert inside.values.dtype == torch.float32 and torch.equal(inside.values, straight(name).values)
+
+
+@every
+def test_what_the_scores_depend_on_is_stated_as_text(name: str) -> None:
+    made = reward(name)
+    assert isinstance(made, Fingerprinted) and made.fingerprint
+    assert all(isinstance(value, str) for value in made.fingerprint.values())
+
+
+@every
+def test_its_packages_are_stated_where_it_needs_any(name: str) -> None:
+    from packaging.requirements import Requirement
+
+    stated = getattr(reward(name), "requirements", ())
+    assert [Requirement(text) for text in stated] or name == "jpeg"
 
 
 @every

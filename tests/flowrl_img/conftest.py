@@ -85,12 +85,13 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
             "run": {"rollouts": 2, "updates_per_rollout": 2, "micro_batch": 6, "folder": str(tmp_path / "run")},
         }
         for name, section in sections.items():
-            if name == "rewards":
+            if name in ("rewards", "aggregate"):
                 continue
             keeps = name != "objective" or section.get("name", "flow_grpo") == "flow_grpo"
             base[name] = {**(base.get(name, {}) if keeps else {}), **section}
         rewards = sections.get("rewards", [{"name": "jpeg"}])
-        return Config.model_validate({**base, "rewards": rewards})
+        aggregate = sections.get("aggregate", "sum")
+        return Config.model_validate({**base, "rewards": rewards, "aggregate": aggregate})
 
     return make
 

@@ -229,10 +229,11 @@ def test_the_best_picture_of_each_group_is_trained_on(trainer_of):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "nft", "dgpo", "awm"])
 def test_pictures_without_a_score_are_not_trained_on(trainer_of, tiny_trainer, name):
-    run = {"rollouts": 1, "updates_per_rollout": 1, "reward_policy": "mask", "micro_batch": 8}
+    run = {"rollouts": 1, "updates_per_rollout": 1, "micro_batch": 8}
     rollout = {**ALGORITHMS[name].get("rollout", {}), "groups": 4}
     trainer = tiny_trainer(
-        rewards=[{"name": "sample_rewards:broken_for_rings"}], **{**ALGORITHMS[name], "run": run, "rollout": rollout}
+        rewards=[{"name": "sample_rewards:broken_for_rings", "on_failure": "mask", "failure_budget": 1.0}],
+        **{**ALGORITHMS[name], "run": run, "rollout": rollout},
     )
     scored = trainer.collect(0)
     rings = ["ring" in trainer.prompts.texts[s.prompt] for s in scored.rollout.leaves.samples]
@@ -248,7 +249,7 @@ def test_several_rewards_are_combined_as_asked(tiny_trainer):
     rewards = [{"name": "sample_rewards:brightness", "weight": 1.0}, {"name": "jpeg", "weight": 0.01}]
     found = {}
     for how in ("sum", "advantage_sum", "gdpo"):
-        trainer = tiny_trainer(rewards=rewards, advantage={"aggregate": how})
+        trainer = tiny_trainer(rewards=rewards, aggregate=how)
         scored = trainer.collect(0)
         found[how] = scored.advantage
         assert {"reward/sample_rewards:brightness", "reward/jpeg"} <= scored.metrics.keys()

@@ -129,3 +129,43 @@ def test_the_readme_uses_the_sequence_length_of_the_model():
 
     assert f"max_sequence_length={MAX_SEQUENCE_LENGTH}," in README
     assert ModelConfig().max_sequence_length == MAX_SEQUENCE_LENGTH
+
+
+def test_every_reward_has_a_row_and_a_card_with_its_cost_and_how_it_is_deceived():
+    from flowrl_img.rewards import registry
+
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    table, _, cards = page.partition("\n## Cards\n")
+    lines = [[cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\| `.*", table, re.MULTILINE)]
+    rows = {cells[0].strip("`"): cells for cells in lines}
+    texts = dict(re.findall(r"^\*\*(\w+)\*\*\. (.*?)(?=\n\n|\Z)", cards, re.M | re.S))
+    assert set(rows) == set(texts) == set(registry.builtins())
+    for name, text in texts.items():
+        assert "Cost:" in text and re.search(r"[Kk]nown\s+to", text), name
+        assert len(rows[name]) == 6 and all(rows[name][:4]), name
+
+
+def test_the_rewards_page_configures_what_exists(tmp_path):
+    from flowrl_img.rewards import registry
+
+    pages = code_blocks(ROOT / "docs" / "rewards.md", "yaml")
+    assert len(pages) == 4
+    for k, text in enumerate(pages):
+        (tmp_path / f"r{k}.yaml").write_text(text)
+        config = recipes.load(str(tmp_path / f"r{k}.yaml"))
+        mixture = registry.load_mixture([reward.section() for reward in config.rewards], config.aggregate)
+        registry.load_reported([reward.section() for reward in config.report_rewards])
+        assert mixture.held_out().labels == mixture.labels
+
+
+def test_commands_of_rewards_on_pages_exist():
+    from typer.main import get_command
+
+    from flowrl_img.cli import app
+
+    known = set(get_command(app).commands["rewards"].commands)
+    for page in [*PAGES, ROOT / "rewards" / "README.md"]:
+        for words in re.findall(r"flowrl-img rewards ([a-z| A-Z]+)", page.read_text()):
+            for word in words.split("|"):
+                first = word.split()
+                assert not first or first[0].isupper() or first[0] in known, (page.name, word)

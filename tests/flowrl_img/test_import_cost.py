@@ -23,7 +23,15 @@ def test_importing_the_package_imports_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["sample", "--help"], ["recipes", "--help"], ["--version"]]
+    "arguments",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["sample", "--help"],
+        ["recipes", "--help"],
+        ["rewards", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_needs_no_torch_and_no_recipe(arguments):
     loaded = modules_after(f"import flowrl_img.cli as c; c.main({arguments!r})")

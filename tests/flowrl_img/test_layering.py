@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("kernels", "samplers", "rewards")
-LEAVES = {"flowrl_img.world", "flowrl_img.plugins"}
+LEAVES = {"flowrl_img.world", "flowrl_img.plugins", "flowrl_img.resources"}
 # What a room may import of this house, besides itself. Files of flowrl_img/ itself may import everything.
 ALLOWED = {
     "kernels": set(),
@@ -26,8 +26,8 @@ TOP_LEVEL = {
     "flowrl_img": {"torch", "numpy", "PIL", "pydantic", "yaml", "typer", "rich"},
 }
 LIGHT = (
-    "__init__", "cli", "commands/common", "commands/evaluate", "commands/export", "commands/sample", "config",
-    "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking", "validation", "window",
+    "__init__", "cli", "commands/common", "commands/evaluate", "commands/export", "commands/rewards", "commands/sample",
+    "config", "geometry", "needs", "plan", "plugins", "recipes", "resources", "tracking", "validation", "window",
 )  # fmt: skip
 LIGHT_PACKAGES = {"pydantic", "yaml", "typer"}
 STANDARD = sys.stdlib_module_names
@@ -81,8 +81,9 @@ def test_a_room_imports_only_the_rooms_below_it(room):
         assert not strays, f"{path.relative_to(ROOT)} reaches up to {sorted(strays)}"
 
 
-def test_the_resolver_of_plugins_is_a_leaf_of_the_standard_library():
-    path = ROOT / "flowrl_img" / "plugins.py"
+@pytest.mark.parametrize("leaf", ["plugins", "resources"])
+def test_the_resolver_of_plugins_and_data_is_a_leaf_of_the_standard_library(leaf):
+    path = ROOT / "flowrl_img" / f"{leaf}.py"
     assert foreign(imports(path, top_level=True)) == set()
     assert not {name for name in imports(path, top_level=False) if name.startswith("flowrl_img")}
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = PROJECT["tool"]["setuptools"]["packages"]
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
-DATA = ("recipes/*.yaml", "prompts/**/*.jsonl", "pico/**/*", "judges/**/*")
+DATA = ("recipes/*.yaml", "prompts/**/*.jsonl", "pico/**/*", "judges/**/*", "reward_template/*.*")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "flowrl_img", "kernels", "samplers", "rewards", "assets")
 
 CHECK = """

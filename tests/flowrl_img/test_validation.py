@@ -57,9 +57,15 @@ def test_all_mistakes_are_told_in_one_error():
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("rewards=[{name: ocr, weight: 0}]", "at least one needs a weight other than 0"),
-        ("rewards=[]", "at least one needs a weight other than 0"),
-        ("rewards=[{name: ocr}, {name: ocr}]", "rewards.1: reward 'ocr' stands twice"),
+        ("rewards=[{name: ocr, weight: 0}]", "rewards: at least one weight must differ from 0"),
+        ("rewards=[]", "rewards: at least one weight must differ from 0"),
+        ("rewards=[{name: ocr}, {name: ocr}]", "rewards: two rewards are called 'ocr'"),
+        ("rewards=[{name: ocr, transforms: [rnk]}]", "transforms.0: no transform is called 'rnk'; did you mean 'rank'"),
+        ("rewards=[{name: 'sample_rewards:Contest'}]", "rewards contest compare pictures of a group"),
+        (
+            "report_rewards=[{name: 'sample_rewards:Contest'}]",
+            "report_rewards.0: 'contest' compares pictures of a group",
+        ),
         ("rewards=[{name: jpeg, quality: high}]", "rewards.0.quality = 'high': should be a valid integer"),
         ("report_rewards=[{name: oc}]", "report_rewards.0: no reward is called 'oc'; did you mean 'ocr'?"),
         ("rollout.step.noise_level=much", "rollout.step.noise_level = 'much': should be a valid number"),
@@ -71,6 +77,16 @@ def test_parts_that_cannot_be_built_are_named(change, expected):
     with pytest.raises(ValueError) as caught:
         validate(recipes.load("pico", [change]))
     assert expected in str(caught.value)
+
+
+def test_groups_that_a_reward_compares_stay_on_one_process():
+    change = "rewards=[{name: 'sample_rewards:Contest'}, {name: jpeg, weight: 0}]"
+    validate(recipes.load("pico", [change]), num_processes=4)
+    with pytest.raises(ValueError, match="'contest' compares the pictures of a group: use a multiple of 5, such as 20"):
+        validate(recipes.load("pico", [change]), num_processes=5)
+    validate(recipes.load("pico-dgpo", [change]), num_processes=1)
+    with pytest.raises(ValueError, match="objective dgpo deals the pictures of a group over all processes"):
+        validate(recipes.load("pico-dgpo", [change]), num_processes=2)
 
 
 def test_an_objective_of_ones_own_needs_no_registration(monkeypatch):

@@ -94,7 +94,7 @@ def test_a_missing_package_names_what_to_install(
         if name == "open_clip" or name.startswith(("open_clip.", "hpsv2")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(WeightsError, match=rf"backend '{backend}' cannot be imported .*{fix}"):
+    with pytest.raises(WeightsError, match=rf"hpsv2: {module} cannot be imported .*{fix}"):
         registry.load("hpsv2", version="v2.1", backend=backend).validate(["the"], [{}])
 
 

@@ -15,11 +15,11 @@ import tiny_models
 from flowrl_img.rewards import jpeg, known_answers, ocr, registry
 from flowrl_img.rewards.detectors.scenes import Scenes
 from flowrl_img.rewards.geneval import GenEval
-from flowrl_img.rewards.known_answers import Better, Different, Example, KnownAnswerError, Matching, Scores, check
-from flowrl_img.rewards.mixture import Mixture
+from flowrl_img.rewards.known_answers import Better, Example, KnownAnswerError, Scores, check, matching
 from flowrl_img.rewards.protocol import RewardBatch, RewardOutput
 
 BLACK, WHITE = (np.full((4, 4, 3), level, np.uint8) for level in (0, 255))
+PICTURES = {"white": WHITE, "black": BLACK}
 
 
 class Brightness:
@@ -35,7 +35,7 @@ class Brightness:
 
     def known_answers(self) -> Sequence[known_answers.KnownAnswer]:
         white, black = Example("a white picture", WHITE), Example("a black picture", BLACK)
-        return [Better(white, black), Scores(white, low=0.9, high=1.0)]
+        return [Better((white,), (black,)), Scores(white, low=0.9, high=1.0)]
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
         values = [None if self.gain is None else self.gain * float(i.float().mean()) / 255 for i in batch.images]
@@ -57,30 +57,55 @@ def test_a_broken_scorer_is_refused_with_the_picture_and_both_scores(gain: float
         check(Brightness(gain))
 
 
-def test_each_part_of_a_mixture_is_asked() -> None:
-    check(Mixture({"good": 1.0, "jpeg": 1.0}, {"good": Brightness(), "jpeg": jpeg.Jpeg()}))
-    with pytest.raises(KnownAnswerError, match="a white picture scored 0"):
-        check(Mixture({"jpeg": 1.0, "dark": 0.5}, {"jpeg": jpeg.Jpeg(), "dark": Brightness(0.0)}))
-
-
 def test_a_reward_that_states_nothing_passes() -> None:
     check(registry.FunctionReward(lambda images, prompts, metadata: [0.0] * len(images), "zero"))
 
 
-def test_two_pictures_that_should_differ_do() -> None:
-    answer = Different(Example("a white picture", WHITE), Example("a black picture", BLACK))
-    assert answer.contradiction([0.1, 0.2]) is None
-    assert answer.contradiction([0.1, 0.1]) == "a white picture and a black picture both scored 0.1"
+class Constant(Brightness):
+    """Any bound that leaves room lets a constant pass."""
+
+    def known_answers(self) -> Sequence[known_answers.KnownAnswer]:
+        return [Scores(Example(f"a {word} picture", image), 0.0, 11.0) for word, image in PICTURES.items()]
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        return RewardOutput.of([5.0] * len(batch))
+
+
+def test_one_score_for_all_examples_is_refused() -> None:
+    with pytest.raises(KnownAnswerError, match="its 2 examples all scored 5"):
+        check(Constant())
 
 
 def test_pictures_are_asked_with_each_others_prompts() -> None:
-    answer = Matching(Example("a white picture", WHITE, "white"), Example("a black picture", BLACK, "black"))
-    assert [(e.what, e.prompt) for e in answer.examples[2:]] == [
-        ("a white picture", "black"),
-        ("a black picture", "white"),
+    answer = matching(Example("a white picture", WHITE, "white"), Example("a black picture", BLACK, "black"))
+    assert [(e.what, e.prompt) for e in answer.bad] == [
+        ("a white picture asked for 'black'", "black"),
+        ("a black picture asked for 'white'", "white"),
     ]
     assert answer.contradiction([0.9, 0.1, 0.5, 0.4]) is None  # a liking for white does not count
-    assert "scored 0.9 together instead of more" in str(answer.contradiction([0.5, 0.4, 0.9, 0.1]))
+    assert "scored 0.9 instead of more than a white picture asked for" in str(
+        answer.contradiction([0.5, 0.4, 0.9, 0.1])
+    )
+
+
+class Contest(Brightness):
+    """A groupwise reward: the share of the group that is darker."""
+
+    scope = "group"
+
+    def __call__(self, batch: RewardBatch) -> RewardOutput:
+        levels = batch.images.float().mean(dim=(1, 2, 3))
+        return RewardOutput.of(((levels[:, None] > levels).float().sum(1) / max(len(batch) - 1, 1)).tolist())
+
+
+def test_a_groupwise_reward_sees_the_pictures_of_one_answer_together() -> None:
+    white, black = (Example(f"a {word} picture", image) for word, image in PICTURES.items())
+    reward = Contest()
+    reward.known_answers = lambda: [Better((white,), (black,))]  # type: ignore[method-assign]
+    check(reward)
+    reward.known_answers = lambda: [Better((black,), (white,))]  # type: ignore[method-assign]
+    with pytest.raises(KnownAnswerError, match="a black picture scored 0 instead of more than a white picture"):
+        check(reward)
 
 
 @pytest.mark.parametrize("name", registry.builtins())

@@ -53,6 +53,14 @@ def test_a_folder_gives_the_first_of_its_files(tmp_path: Path) -> None:
         locate("r.model", str(tmp_path), [("vocab.json", "merges.txt")])
 
 
+def test_packaged_weights_are_named_by_their_place_in_the_package() -> None:
+    found = locate("r.model", "assets:pico/text_encoder", [("config.json",), WEIGHTS])
+    assert [path.name for path in found] == ["config.json", "model.safetensors"]
+    assert locate_file("r.head", "assets:pico/model_index.json").is_file()
+    with pytest.raises(WeightsError, match=r"r\.model: no packaged file 'pico/none'"):
+        locate("r.model", "assets:pico/none", [("config.json",)])
+
+
 def test_a_hub_id_is_found_in_the_cache_without_a_network(offline: Path) -> None:
     snapshot = cached(offline, {"config.json": b"{}", "pytorch_model.bin": b"weights", "head.pth": b"head"})
     found = locate("r.model", "owner/model", [("config.json",), WEIGHTS])
@@ -131,7 +139,7 @@ def test_a_fingerprint_holds_revision_hash_and_versions(offline: Path, tmp_path:
     assert marks["version"] == "v2.1" and f"torch {torch.__version__.split('+')[0]}" in marks["libraries"]
 
 
-@pytest.mark.parametrize("name", list(tiny_models.MODELS))
+@pytest.mark.parametrize("name", ["aesthetic", "clipscore", "hpsv2", "imagereward", "pickscore"])
 def test_every_network_states_its_weights_and_preprocessing(name: str) -> None:
     marks = registry.load(name, **tiny_models.options(name)).fingerprint  # type: ignore[attr-defined]
     assert len(marks["model.sha256"]) == 64 and "Pixels(size=" in marks["preprocessing"]

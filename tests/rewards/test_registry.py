@@ -29,8 +29,9 @@ def plugin_module() -> Iterator[str]:
 
 
 def test_the_built_in_rewards_are_found_by_their_files() -> None:
-    zoo = ["aesthetic", "clipscore", "geneval", "hpsv2", "imagereward", "jpeg", "ocr", "pickscore"]
-    assert registry.builtins() == zoo
+    networks = {"aesthetic", "clipscore", "deqa", "hpsv2", "hpsv3", "imagereward", "pickscore"}
+    judges = {"editscore", "preference", "unifiedreward", "yesno"}
+    assert set(registry.builtins()) == networks | judges | {"geneval", "jpeg", "ocr", "remote"}
 
 
 def test_a_class_is_built_with_its_options() -> None:
@@ -83,9 +84,33 @@ def test_a_wrong_name_or_option_is_an_error_with_the_fix(
         registry.load(name, **options)
 
 
-def test_a_mixture_is_loaded_by_names() -> None:
-    mixture = registry.load_mixture({"jpeg": 0.5, "geneval": 1.0}, {"jpeg": {"quality": 70}})
-    assert mixture.rewards["jpeg"] == jpeg.Jpeg(quality=70)
-    assert mixture.needs == {"include", "tag"}
-    with pytest.raises(ValueError, match="no weight"):
-        registry.load_mixture({"jpeg": 1.0}, {"jpg": {}})
+def test_a_mixture_is_loaded_from_sections() -> None:
+    sections = [{"name": "jpeg", "weight": 0.5, "quality": 70, "batch_size": 3}, {"name": "geneval", "label": "scene"}]
+    mixture = registry.load_mixture(sections, "geometric")
+    assert mixture.weights == {"jpeg": 0.5, "scene": 1.0} and mixture.aggregate == "geometric"
+    assert mixture.parts[0].scorer.reward == jpeg.Jpeg(quality=70) and mixture.parts[0].scorer.batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "jpeg", "weigth": 1}, r"rewards\.0: unknown key 'weigth'"),
+        ({"name": "jpeg", "weight": "much"}, r"rewards\.0\.weight = 'much': should be a valid number"),
+        ({"name": "jpeg", "on_failure": "zero"}, r"rewards\.0: policy must be one of \['mask', 'raise'\]"),
+        ({"name": "jpeg", "failure_budget": 2}, r"rewards\.0: failure budget must lie in \[0, 1\], got 2"),
+        ({"name": "jpeg", "transforms": [{"name": "clip", "lo": 1}]}, r"unknown key 'lo'; did you mean 'low'"),
+        ({"name": "jpeg", "cache": -1}, "cache must be 0 or the number of scores"),
+    ],
+)
+def test_a_wrong_section_is_named(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        registry.load_mixture([section])
+
+
+def test_rewards_that_are_only_reported_stop_nothing_and_take_no_weight() -> None:
+    [scorer] = registry.load_reported([{"name": "jpeg", "label": "size"}]).values()
+    assert scorer.label == "size" and scorer.failures.share == 1.0
+    with pytest.raises(ValueError, match=r"report_rewards\.0: weight and transforms have no meaning"):
+        registry.load_reported([{"name": "jpeg", "weight": 0.5}])
+    with pytest.raises(ValueError, match="two rewards are called 'jpeg'"):
+        registry.load_reported([{"name": "jpeg"}, {"name": "jpeg"}])

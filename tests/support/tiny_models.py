@@ -6,6 +6,7 @@ projection, so that the reward's own known answers hold: half of all random mode
 
 from __future__ import annotations
 
+import atexit
 import json
 import tempfile
 from collections.abc import Callable
@@ -230,10 +231,143 @@ def imagereward_options(weights: str) -> dict[str, Any]:
     return {"weights": weights, "tokenizer": bert_folder(), "sizes": sizes}
 
 
+@cache
+def mask2former_folder() -> str:
+    """A Mask2Former of 80 classes and 12 queries. Its class logits are spread, so that scores differ and pass 0.3."""
+    from transformers import Mask2FormerConfig, Mask2FormerForUniversalSegmentation, SwinConfig
+
+    stages = {"depths": [1, 1, 1, 1], "num_heads": [1, 1, 2, 2], "out_features": [f"stage{k}" for k in range(1, 5)]}
+    sizes = {key: 32 for key in ("feature_size", "mask_feature_size", "hidden_dim", "encoder_feedforward_dim")}
+    torch.manual_seed(0)
+    config = Mask2FormerConfig(
+        backbone_config=SwinConfig(image_size=64, embed_dim=8, window_size=4, **stages), encoder_layers=1,
+        decoder_layers=2, num_attention_heads=2, dim_feedforward=32, num_queries=12, num_labels=80, **sizes,
+    )  # fmt: skip
+    model = Mask2FormerForUniversalSegmentation(config)
+    torch.nn.init.normal_(model.class_predictor.weight, std=1.0)
+    folder = room() / "mask2former"
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@cache
+def judge() -> dict[str, Any]:
+    """The options of a judge that is there until the tests end."""
+    from judges import MODEL, judging
+
+    judge.keep = judging()  # type: ignore[attr-defined]
+    return {"url": judge.keep.__enter__().url, "model": MODEL}  # type: ignore[attr-defined]
+
+
+@cache
+def source_picture() -> str:
+    """The picture before an edit."""
+    from PIL import Image
+
+    path = room() / "source.png"
+    Image.new("RGB", (64, 64), (90, 120, 150)).save(path)
+    return str(path)
+
+
+@cache
+def hpsv3_package() -> str:
+    """A package of the interface of hpsv3 1.0.0, importable from now on; gives the path of its weights."""
+    import sys
+    from types import ModuleType
+
+    class Inferencer:
+        use_special_tokens = True
+
+        def __init__(self, config_path: Any = None, checkpoint_path: str = "", device: str = "cuda") -> None:
+            self.model, self.path = torch.nn.Linear(1, 1), checkpoint_path
+
+        def reward(self, image_paths: Any, prompts: Any) -> Tensor:
+            return torch.stack([preference(picture, text) for picture, text in zip(image_paths, prompts, strict=True)])
+
+    module: Any = ModuleType("hpsv3")
+    module.HPSv3RewardInferencer = Inferencer
+    sys.modules["hpsv3"] = module
+    path = room() / "HPSv3.safetensors"
+    path.write_bytes(b"weights")
+    return str(path)
+
+
+def preference(picture: Any, text: str) -> Tensor:
+    """(mu, sigma) of a picture: the taste of the stand-in judge, on the scale of HPSv3."""
+    import numpy as np
+    from judges import taste
+
+    return torch.tensor([5 + 6 * taste(np.asarray(picture), text), 0.5])
+
+
+@cache
+def deqa_folder() -> str:
+    """A model folder with code of its own: the rating is 1 + 4 x the mean level."""
+    folder = room() / "deqa"
+    folder.mkdir()
+    files = {"config.json": DEQA_CONFIG, "modeling_small.py": DEQA_CODE}
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    torch.save({"offset": torch.ones(1)}, folder / "pytorch_model.bin")
+    return str(folder)
+
+
+DEQA_CONFIG = """{
+ "model_type": "small_deqa", "architectures": ["SmallForCausalLM"],
+ "auto_map": {"AutoConfig": "modeling_small.SmallConfig", "AutoModelForCausalLM": "modeling_small.SmallForCausalLM"}
+}"""
+DEQA_CODE = """
+import numpy as np
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+
+class SmallConfig(PretrainedConfig):
+    model_type = "small_deqa"
+
+
+class SmallForCausalLM(PreTrainedModel):
+    config_class = SmallConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.offset = torch.nn.Parameter(torch.zeros(1))
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+
+    def score(self, images, task_="quality", input_="image"):
+        levels = torch.tensor([np.asarray(image).mean() / 255 for image in images])
+        return (self.offset.float() + 4 * levels.float()).flatten()
+"""
+
+
+@cache
+def reward_server() -> str:
+    """The address of a service of `jpeg`, which goes when the tests end."""
+    from services import serving
+
+    from flowrl_img.rewards.score import Scorer
+
+    service = serving({"jpeg": Scorer(registry.load("jpeg"))})
+    url = service.__enter__()
+    # Before the interpreter freezes the threads: left to the collector, the end would wait for one of them for ever.
+    atexit.register(service.__exit__, None, None, None)
+    return url
+
+
 MODELS: dict[str, Callable[[], dict[str, Any]]] = {
     "pickscore": lambda: pair(clip_folder()),
     "clipscore": lambda: pair(clip_folder()),
     "hpsv2": lambda: {"version": "v2.1", **hps_files()},
     "aesthetic": lambda: {**pair(clip_folder(projection=768, act="quick_gelu")), "head": head_file()},
+    "deqa": lambda: {"model": deqa_folder(), "trust_remote_code": True, "device": "cpu"},
+    "hpsv3": lambda: {"checkpoint": hpsv3_package(), "device": "cpu"},
+    "unifiedreward": lambda: {"judge": judge(), "size": 64},
+    "yesno": lambda: {"judge": judge()},
+    "editscore": lambda: {"judge": judge()},
+    "preference": lambda: {"judge": judge(), "size": 64},
+    "remote": lambda: {"reward": "jpeg", "url": reward_server()},
     "imagereward": lambda: imagereward_options(imagereward_file()),
 }

@@ -69,7 +69,7 @@ def test_every_packaged_cell_and_trial_fits_the_budget_and_differs_by_what_it_sh
         split = "test" if cell.trial is None else "tune"
         assert config.prompts.evaluation == f"pico/{split}_{cell.reward}"
         assert [r.name for r in config.rewards] == [cell.reward]
-        assert config.report_rewards[0].options()["model"] == str(tmp_path / "judge")
+        assert config.report_rewards[0].section()["model"] == str(tmp_path / "judge")
 
 
 def test_a_backward_pass_counts_twice():
