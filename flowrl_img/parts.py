@@ -44,7 +44,6 @@ class RunParts:
 def assemble(config: Config) -> RunParts:
     """Build and check them. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
-    draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     reward = _mixture(config.rewards)
     report = {r.name: registry.load(r.name, **r.options()) for r in config.report_rewards}
     for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
@@ -55,6 +54,10 @@ def assemble(config: Config) -> RunParts:
                 raise ValueError(f"prompt file {name}: {error}") from error
     for scorer in (reward, *report.values()):
         known_answers.check(scorer)
+    try:
+        draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
+    except ValueError as error:
+        raise ValueError(f"prompt file {config.prompts.train}: {error}") from error
     objective = plugins.build("objectives", config.objective.section(), where="objective")
     needs = objective.needs
     return RunParts(

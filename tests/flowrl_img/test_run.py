@@ -94,7 +94,7 @@ def test_resuming_continues_the_metrics(tiny_config, tmp_path):
 WRONG = [
     (["train", "picoo"], "did you mean 'pico'"),
     (["train", "pico", "rollout.group_sice=4"], "rollout.group_size"),
-    (["train", "pico", "rollout.groups=7", "rollout.group_size=5"], "do not divide"),
+    (["train", "pico", "rollout.groups=7", "rollout.group_size=5", "run.updates_per_rollout=2"], "do not divide"),
     (["train", "pico", "optimizer.lr=-1e-4"], "optimizer.lr"),
     (["train", "pico", "model.path=./nowhere"], "no folder './nowhere'"),
     (["train", "pico", "prompts.train=./nowhere.jsonl"], "no prompt file"),
