@@ -47,7 +47,6 @@ class RunParts:
 def assemble(config: Config) -> RunParts:
     """Build and check them. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
-    draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     reward = registry.load_mixture([r.section() for r in config.rewards], config.aggregate)
     report = registry.load_reported([r.section() for r in config.report_rewards])
     scorers = [*(part.scorer for part in reward.parts), *report.values()]
@@ -59,6 +58,10 @@ def assemble(config: Config) -> RunParts:
                 raise ValueError(f"prompt file {name}: {error}") from error
     for scorer in scorers:
         known_answers.check(scorer.reward)
+    try:
+        draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
+    except ValueError as error:
+        raise ValueError(f"prompt file {config.prompts.train}: {error}") from error
     objective = plugins.build("objectives", config.objective.section(), where="objective")
     needs = objective.needs
     return RunParts(

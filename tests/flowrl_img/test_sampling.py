@@ -142,7 +142,8 @@ def test_a_stochastic_solver_draws_noise_by_the_identity_of_the_sample(tiny_trai
 def test_a_solver_is_taken_by_objectives_on_clean_samples_alone():
     config = recipes.load("pico", ["objective={name: nft}", "rollout.solver={name: sa, noise_level: 0.2}"])
     assert sampling.solver_of(config, Needs(points="matching")) == SASolver(0.2)
-    assert validate(config).sampling_evaluations == 96 * 10
+    plan = validate(config)
+    assert plan.sampling_evaluations == plan.images * config.rollout.steps
     assert sampling.solver_of(recipes.load("pico"), Needs(points="matching")) == Euler()
     assert sampling.solver_of(recipes.load("pico"), Needs()) is None
 
@@ -154,7 +155,7 @@ def test_network_calls_of_a_solver_are_those_of_the_plan(tiny_trainer, solver, c
     assert trainer.model.calls == calls * len(SAMPLES)
     assert sampling.network_calls(solver, 7) == calls
     config = recipes.load("pico", ["evaluation.steps=7", f"evaluation.solver={{name: {solver.name}}}"])
-    assert make_plan(config, needs=Needs()).heldout_evaluations == 192 * calls
+    assert make_plan(config, needs=Needs()).heldout_evaluations == config.evaluation.pictures * calls
 
 
 # --- tail ----------------------------------------------------------------------------------------------------------
