@@ -8,10 +8,11 @@ import torch
 
 from flowrl_img.pico import architecture
 from flowrl_img.pico.autoencoder import encode_all, fold_standardisation, to_unit
+from flowrl_img.pico.captions import CaptionNoise
 from flowrl_img.pico.denoiser import Denoiser, Schedule, train_denoiser
 from flowrl_img.pico.pool import make_pool
 
-PLAN = dataclasses.replace(Schedule(), steps=3, batch=2, guided_from=0.5)
+PLAN = dataclasses.replace(Schedule(), steps=3, noisy_steps=2, batch=2, guided_from=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,7 @@ def data():
         "tokens": ids[:-1],
         "empty": ids[-1:],
         "tokenizer": tokenizer,
+        "noise": CaptionNoise(tokenizer),
     }
 
 
