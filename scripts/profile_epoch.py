@@ -62,7 +62,7 @@ def main(words: list[str]) -> None:
         next(updates)
     for phase, name in (("network", "velocity"), ("text encoder", "encode"), ("autoencoder", "decode")):
         setattr(model, name, timed(phase, getattr(model, name)))
-    collect.score = timed("rewards", collect.score)  # type: ignore[attr-defined]
+    collect.ask = timed("rewards", collect.ask)  # type: ignore[attr-defined]
     torch.Tensor.backward = timed("network", torch.Tensor.backward)  # type: ignore[method-assign]
     began = now()
     for _ in updates:
