@@ -331,8 +331,8 @@ def test_a_group_of_one_cannot_be_compared() -> None:
 # -- all of them
 
 
-def every(url: str) -> list[Any]:
-    return [UnifiedReward(judge(url)), YesNo(judge(url)), EditScore(judge(url)), Preference(judge(url))]
+def every(url: str, **options: Any) -> list[Any]:
+    return [kind(judge(url, **options)) for kind in (UnifiedReward, YesNo, EditScore, Preference)]
 
 
 def asked_of(reward: Any, tmp_path: Path) -> RewardBatch:
@@ -356,7 +356,7 @@ def test_a_passing_fault_of_the_server_is_retried(fault: Any, tmp_path: Path) ->
 
 def test_a_lasting_fault_is_invalid_with_the_address_and_never_a_number(tmp_path: Path) -> None:
     with judging(lambda body: (500, {"error": {"message": "CUDA out of memory"}})) as service:
-        for reward in every(service.url):
+        for reward in every(service.url, deadline=1.0):
             out = masked(reward, asked_of(reward, tmp_path))
             assert not out.valid.any() and out.values.isnan().all()
             assert all(service.url in text and "CUDA out of memory" in text for text in out.details["error"])

@@ -10,6 +10,7 @@ import atexit
 import json
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,17 @@ def options(name: str) -> dict[str, Any]:
     return MODELS[name]() if name in MODELS else {}
 
 
+def kept(context: AbstractContextManager[Any]) -> Any:
+    """What a context gives; it is left when the tests end, before the interpreter freezes threads that it waits for."""
+    entered = context.__enter__()
+    atexit.register(context.__exit__, None, None, None)
+    return entered
+
+
 @cache
 def room() -> Path:
     """A folder that goes when the tests end."""
-    room.keep = tempfile.TemporaryDirectory()  # type: ignore[attr-defined]
-    return Path(room.keep.name)  # type: ignore[attr-defined]
+    return Path(kept(tempfile.TemporaryDirectory()))
 
 
 def agrees(name: str, keys: dict[str, Any]) -> bool:
@@ -255,8 +262,7 @@ def judge() -> dict[str, Any]:
     """The options of a judge that is there until the tests end."""
     from judges import MODEL, judging
 
-    judge.keep = judging()  # type: ignore[attr-defined]
-    return {"url": judge.keep.__enter__().url, "model": MODEL}  # type: ignore[attr-defined]
+    return {"url": kept(judging()).url, "model": MODEL}
 
 
 @cache
@@ -350,11 +356,7 @@ def reward_server() -> str:
 
     from flowrl_img.rewards.score import Scorer
 
-    service = serving({"jpeg": Scorer(registry.load("jpeg"))})
-    url = service.__enter__()
-    # Before the interpreter freezes the threads: left to the collector, the end would wait for one of them for ever.
-    atexit.register(service.__exit__, None, None, None)
-    return url
+    return kept(serving({"jpeg": Scorer(registry.load("jpeg"))}))
 
 
 MODELS: dict[str, Callable[[], dict[str, Any]]] = {
