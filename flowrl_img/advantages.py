@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["AGGREGATES", "BASELINES", "SCALES", "History", "combined_advantages", "group_advantages", "usable"]
+__all__ = [
+    "AGGREGATES", "BASELINES", "SCALES", "History", "combined_advantages", "group_advantages", "members_of", "usable",
+]  # fmt: skip
 
 BASELINES = ("group", "leave_one_out", "history", "none")
 SCALES = ("group", "global", "none", "sign")
@@ -71,7 +73,7 @@ def group_advantages(
     advantages, everything = torch.zeros_like(rewards), rewards[valid]
     if history is not None and baseline == "history":
         history.observe(prompts, rewards, valid)
-    for rows in _members(usable(valid, groups), groups):
+    for rows in members_of(usable(valid, groups), groups):
         r = rewards[rows]
         past = history.of(prompts[rows[0]], everything) if history is not None and baseline == "history" else r
         if (baseline != "none" or scale in ("group", "sign")) and bool((torch.cat([past, r]) == r[0]).all()):
@@ -94,7 +96,7 @@ def _center(baseline: str, r: Tensor, past: Tensor) -> Tensor:
     return r.new_zeros(()) if baseline == "none" else past.mean()
 
 
-def _members(keep: Tensor, groups: Sequence[str]) -> list[list[int]]:
+def members_of(keep: Tensor, groups: Sequence[str]) -> list[list[int]]:
     """The kept rows of each group."""
     members: dict[str, list[int]] = {}
     for row in keep.nonzero().flatten().tolist():

@@ -43,6 +43,7 @@ def blended(
     if [weights[k] for k in acting] == [1]:
         return guided_velocity(*tuned[acting[0]](), guidance)
     base_cond, base_uncond = base()
+    v_base = guided_velocity(base_cond, base_uncond, guidance) if len(acting) > 1 else None
     total: Tensor | None = None
     for k in acting:
         cond, uncond = tuned[k]()
@@ -52,7 +53,7 @@ def blended(
             moved = guided_velocity(
                 cond, uncond, guidance, base_cond=base_cond, base_uncond=base_uncond, weight=weights[k]
             )
-        total = moved if total is None else total + (moved - guided_velocity(base_cond, base_uncond, guidance))
+        total = moved if total is None or v_base is None else total + (moved - v_base)
     assert total is not None
     return total
 

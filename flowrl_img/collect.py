@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowrl_img.advantages import combined_advantages, usable
+from flowrl_img.advantages import combined_advantages, members_of, usable
 from flowrl_img.forked import forks_of, roll_forked
 from flowrl_img.prompts import draw_samples
 from flowrl_img.rollout import draw, roll
@@ -101,11 +101,8 @@ def _chosen(best_and_worst: tuple[int, int] | None, advantage: Tensor, valid: Te
     if best_and_worst is None:
         return torch.ones_like(valid)
     chosen = torch.zeros_like(valid)
-    members: dict[str, list[int]] = {}
-    for row in valid.nonzero().flatten().tolist():
-        members.setdefault(groups[row], []).append(row)
     best, worst = best_and_worst
-    for rows in members.values():
+    for rows in members_of(valid, groups):
         ranked = sorted(rows, key=lambda row: -advantage[row].item())
         if advantage[ranked[0]] > advantage[ranked[-1]]:
             chosen[ranked[:best]] = True

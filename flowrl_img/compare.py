@@ -30,7 +30,7 @@ from flowrl_img.intervals import Interval, bootstrap
 from flowrl_img.ledger import Ledger, Row
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import assemble
-from flowrl_img.prompts import choose_evenly
+from flowrl_img.prompts import choose_evenly, spread
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.scales import Variant
 from flowrl_img.sheets import to_picture
@@ -96,7 +96,7 @@ def compare(
     prompts, scoring, solver = _parts(subject.config)
     samples = choose_evenly(prompts, pictures, subject.config.prompts.balance)
     settings = _settings(subject, prompts)
-    sheet = _evenly(samples, subject.config.evaluation.sheet)
+    sheet = spread(samples, subject.config.evaluation.sheet)
     ledger = Ledger(writable(out, "--out"), processes.rank)
     chunks = _chunks(samples, subject.config.evaluation.batch)
     shown = {s.id for s in sheet}
@@ -187,11 +187,6 @@ def _settings(subject: Subject, prompts: PromptSet) -> dict[str, Any]:
 
 def _chunks(samples: Sequence[Sample], batch: int) -> list[Sequence[Sample]]:
     return [samples[start : start + batch] for start in range(0, len(samples), batch)]
-
-
-def _evenly(samples: Sequence[Sample], count: int) -> tuple[Sample, ...]:
-    count = min(count, len(samples))
-    return tuple(samples[k * len(samples) // count] for k in range(count))
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,12 @@ class WeightsConfig(Section):
         FollowConfig(decay=PartConfig(name="linear", limit=0.3)), description="the centre of AWM's trust region"
     )
 
+    @model_validator(mode="after")
+    def _only_of_full(self) -> WeightsConfig:
+        if self.only and self.kind != "full":
+            raise ValueError("only chooses among the weights of kind = full; with LoRA, choose layers by lora.targets")
+        return self
+
 
 class PromptsConfig(Section):
     """Prompt files: packaged names such as `pico/train_geneval`, or paths of .jsonl / .txt files."""

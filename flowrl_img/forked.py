@@ -15,7 +15,7 @@ from torch import Tensor
 from flowrl_img import seeds
 from flowrl_img.edges import forked_edges, join
 from flowrl_img.guidance import guided
-from flowrl_img.rollout import ROOT_SEED, SDE_SEED, leaves_of
+from flowrl_img.rollout import SDE_SEED, leaves_of, levels_of, root_keys
 from flowrl_img.samplers.fork import fork
 from flowrl_img.types import Edges, PromptSet, Rollout, Sample
 
@@ -47,9 +47,8 @@ def roll_forked(
     for start in range(0, len(trunks), size):
         chunk = trunks[start : start + size]
         walker = _Walker(model, [prompts.texts[s.prompt] for s in chunk], guidance, batch)
-        roots = [seeds.key(seed, ROOT_SEED, s.group if shared_noise else s.id) for s in chunk]
         noise = _noise(model, chunk, branches, seed)
-        x_1 = seeds.normal(roots, model.latent_shape, model.device)
+        x_1 = seeds.normal(root_keys(chunk, seed, shared=shared_noise), model.latent_shape, model.device)
         found = fork(walker, x_1, sigmas, step_rule, steps, branches, noise)
         parts.append(forked_edges(found, table, len(samples)))
         samples += [s for trunk in chunk for s in forks_of(trunk, steps, branches)]
@@ -69,8 +68,8 @@ class _Walker:
     def __call__(self, x_t: Tensor, lane: Tensor, step: int, sigma: float) -> Tensor:
         parts = []
         for x, lanes in zip(x_t.split(self.batch), lane.split(self.batch)):
-            times = torch.full((len(x),), sigma, dtype=torch.float64, device=x.device)
-            parts.append(guided(self.model, x, times, [self.texts[k] for k in lanes.tolist()], self.guidance))
+            texts = [self.texts[k] for k in lanes.tolist()]
+            parts.append(guided(self.model, x, levels_of(x, sigma), texts, self.guidance))
         return torch.cat(parts)
 
 

@@ -93,10 +93,11 @@ class Matching:
         eps = seeds.normal([self._noise_key(b, k) for b, k in zip(leaf.tolist(), j.tolist())], x0.shape[1:], x0.device)
         texts = [trainer.parts.train.texts[self.samples[b].prompt] for b in leaf.tolist()]
         x_t = renoise(x0, eps, t)
-        guidance = trainer.config.rollout.guidance if self.needs.guided else 1.0
+        rollout = trainer.config.rollout.guidance
+        guidance = self.needs.trained_guidance(rollout)
         others = other_velocities(
             trainer.model, trainer.weights, self.needs.velocities, x_t, t, texts, guidance=guidance,
-            reference_guidance=guidance if self.needs.guided else self.needs.reference_guidance,
+            reference_guidance=self.needs.compared_guidance(rollout),
         )  # fmt: skip
         v = guided(trainer.model, x_t, t, texts, guidance)
         return Predicted(matching_of(self.needs, v, x0, eps, t, others), self.advantage[leaf], self._unit(leaf, batch))

@@ -60,6 +60,14 @@ class Needs:
     def matching(self) -> bool:
         return self.points == "matching"
 
+    def trained_guidance(self, guidance: float) -> float:
+        """Guidance of the velocity that is trained, in a rollout of `guidance`."""
+        return guidance if self.guided else 1.0
+
+    def compared_guidance(self, guidance: float) -> float:
+        """Guidance of the reference's velocity."""
+        return guidance if self.guided else self.reference_guidance
+
     def trained_of(self, group_size: int) -> int:
         """Pictures of a group that are trained on."""
         return group_size if self.best_and_worst is None else min(sum(self.best_and_worst), group_size)

@@ -164,9 +164,8 @@ class _Work:
 
 def _work(config: Config, needs: Needs) -> _Work:
     rollout, steps, paths = config.rollout, _trained_steps(config, needs), paths_of(config)
-    reference = needs.reference_guidance if not needs.guided else rollout.guidance
-    passes = _passes(rollout.guidance) if needs.guided else 1
-    reference_passes = _passes(reference) if "reference" in needs.velocities else 0
+    passes = _passes(needs.trained_guidance(rollout.guidance))
+    reference_passes = _passes(needs.compared_guidance(rollout.guidance)) if "reference" in needs.velocities else 0
     if not needs.matching:
         stored = "trust" in needs.velocities
         branches = rollout.branches if forked(config) else 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flowrl_img import seeds
@@ -16,7 +16,7 @@ from flowrl_img.plugins import nearest
 from flowrl_img.resources import asset
 from flowrl_img.types import PromptSet, Sample
 
-__all__ = ["choose_evenly", "draw_samples", "load_prompts"]
+__all__ = ["choose_evenly", "draw_samples", "load_prompts", "spread"]
 
 
 def load_prompts(name: str) -> PromptSet:
@@ -106,3 +106,9 @@ def choose_evenly(prompts: PromptSet, pictures: int, balance: str | None) -> tup
         counts = [(j + 1) * share // len(members) - j * share // len(members) for j in range(len(members))]
         samples += [Sample(m, prompts.ids[m], i) for m, n in zip(members, counts, strict=True) for i in range(n)]
     return tuple(samples)
+
+
+def spread(samples: Sequence[Sample], count: int) -> tuple[Sample, ...]:
+    """`count` of the samples, or all, at equal distances, so that every task of an evaluation is among them."""
+    count = min(count, len(samples))
+    return tuple(samples[k * len(samples) // count] for k in range(count))

@@ -25,7 +25,7 @@ from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.samplers.tail import FlashTail, sample_with_tail
 from flowrl_img.types import Edges, Leaves, PromptSet, Rollout, Sample
 
-__all__ = ["EULER", "ROOT_SEED", "SDE_SEED", "draw", "generate", "leaves_of", "roll", "root_keys"]
+__all__ = ["EULER", "SDE_SEED", "draw", "generate", "leaves_of", "levels_of", "roll", "root_keys"]
 
 Progress = Callable[[int], None]
 EULER = Euler()
@@ -93,7 +93,7 @@ def generate(
         own, chunk = keys[start : start + batch], texts[start : start + batch]
 
         def velocity(x_t: Tensor, step: int, sigma: float, chunk: Sequence[str] = chunk) -> Tensor:
-            return blend.velocity(x_t, _times(x_t, sigma), chunk, guidance, step, num_steps)
+            return blend.velocity(x_t, levels_of(x_t, sigma), chunk, guidance, step, num_steps)
 
         def noise(step: int, own: Sequence[int] = own) -> Tensor:
             return seeds.normal([seeds.key(key, SDE_SEED, step) for key in own], model.latent_shape, model.device)
@@ -109,7 +109,8 @@ def root_keys(samples: Sequence[Sample], seed: int, *, shared: bool = False) -> 
     return [seeds.key(seed, ROOT_SEED, s.group if shared else s.id) for s in samples]
 
 
-def _times(x_t: Tensor, sigma: float) -> Tensor:
+def levels_of(x_t: Tensor, sigma: float) -> Tensor:
+    """One level for all states, float64 [B]."""
     return torch.full((len(x_t),), sigma, dtype=torch.float64, device=x_t.device)
 
 
@@ -128,7 +129,7 @@ class _Chunk:
         return self._normal(root_keys(self.samples, self.seed, shared=self.shared_noise))
 
     def velocity(self, x_t: Tensor, step: int, sigma: float) -> Tensor:
-        return guided(self.model, x_t, _times(x_t, sigma), self.texts, self.guidance)
+        return guided(self.model, x_t, levels_of(x_t, sigma), self.texts, self.guidance)
 
     def noise(self, step: int) -> Tensor:
         return self._normal([seeds.key(self.seed, SDE_SEED, s.id, step) for s in self.samples])

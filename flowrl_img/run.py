@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,7 @@ from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import RunParts, assemble
-from flowrl_img.prompts import choose_evenly
+from flowrl_img.prompts import choose_evenly, spread
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
 from flowrl_img.rewards import registry
@@ -37,9 +37,10 @@ from flowrl_img.rewards.score import InvalidScoreError
 from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
+from flowrl_img.types import Sample
 from flowrl_img.weights import WeightSets, sets_of
 
-__all__ = ["accelerator", "load_model", "load_weights", "model_source", "run_training"]
+__all__ = ["DTYPES", "accelerator", "load_model", "load_weights", "model_source", "run_training"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
@@ -278,11 +279,9 @@ class _Run:
             self.live.say(line)
 
 
-def _spread_first(samples: Any, first: int) -> Any:
+def _spread_first(samples: Sequence[Sample], first: int) -> tuple[Sample, ...]:
     """The same samples with `first` of different tasks in front, so that the sheet shows every task."""
-    if not first:
-        return samples
-    front = [samples[k * len(samples) // first] for k in range(min(first, len(samples)))]
+    front = spread(samples, first)
     chosen = {s.id for s in front}
     return (*front, *(s for s in samples if s.id not in chosen))
 

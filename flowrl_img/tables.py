@@ -16,7 +16,7 @@ from flowrl_img.plot import Point, plot
 from flowrl_img.report import summary
 from flowrl_img.sheets import Group, contact_sheet
 
-__all__ = ["facts_of", "lines_of", "markdown", "plot_scales", "sheet_of"]
+__all__ = ["facts_of", "lines_of", "markdown", "plot_scales", "sheet_of", "shown", "table"]
 
 Intervals = Mapping[str, Any]
 """label -> {"mean": [value, low, high], "minus": {other label: [...]}, "by_task": {task: [...]}, "invalid": n}"""
@@ -104,13 +104,13 @@ def _overall(rows: Intervals) -> str:
     against = [other for other in AGAINST if any(other in row["minus"] for row in rows.values())]
     digits = _digits(row["mean"] for row in rows.values())
     body = [
-        [label, _shown(row["mean"], digits), *(_shown(row["minus"].get(o), digits, sign="+") for o in against)]
+        [label, shown(row["mean"], digits), *(shown(row["minus"].get(o), digits, sign="+") for o in against)]
         for label, row in rows.items()
     ]
     missing = [row.get("invalid", 0) for row in rows.values()]
     if any(missing):
         body = [[*line, str(count)] for line, count in zip(body, missing, strict=True)]
-    return _table(["", "mean", *(f"minus {o}" for o in against), *(["invalid"] if any(missing) else [])], body)
+    return table(["", "mean", *(f"minus {o}" for o in against), *(["invalid"] if any(missing) else [])], body)
 
 
 def _tasks(rows: Intervals) -> str:
@@ -118,11 +118,12 @@ def _tasks(rows: Intervals) -> str:
     if len(tasks) < 2:
         return ""
     digits = _digits(row["mean"] for row in rows.values()) - 1
-    body = [[label, *(_shown(row["by_task"][task], digits) for task in tasks)] for label, row in rows.items()]
-    return _table(["", *(task or "none" for task in tasks)], body)
+    body = [[label, *(shown(row["by_task"][task], digits) for task in tasks)] for label, row in rows.items()]
+    return table(["", *(task or "none" for task in tasks)], body)
 
 
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
@@ -133,7 +134,7 @@ def _digits(triples: Iterable[Sequence[float | None]]) -> int:
     return max(4, min(9, 3 - math.floor(math.log10(largest))))
 
 
-def _shown(triple: Sequence[float | None] | None, digits: int = 4, sign: str = "") -> str:
+def shown(triple: Sequence[float | None] | None, digits: int = 4, sign: str = "") -> str:
     """`0.8123 [0.8000, 0.8240]`, or a dash where there is nothing."""
     if triple is None or triple[0] is None:
         return "-"
@@ -158,7 +159,7 @@ def lines_of(comparison: Comparison, title: str) -> list[str]:
 
 
 def _level(evaluation: Evaluation) -> str:
-    return _shown(_triple(level(evaluation)))
+    return shown(_triple(level(evaluation)))
 
 
 def plot_scales(path: Path, comparison: Comparison) -> bool:

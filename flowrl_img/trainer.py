@@ -140,8 +140,9 @@ class Trainer:
         """The gradient of update `number` of the rollout, of this process; returns means over all processes."""
         total = max(self.processes.sum(float(points.count(points.rows(number)))), 1.0)
         first = FirstUpdate(self.objective.needs.smallest_clip, self.low_precision) if self.update == 0 else None
-        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
-        largest = torch.zeros((), dtype=torch.float64)
+        # Sums stay on the device: every number that is read makes the host wait for it.
+        sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.model.device))
+        largest = torch.zeros((), dtype=torch.float64, device=self.model.device)
         batches = points.micro_batches(number)
         for k, batch in enumerate(batches):
             predicted = self._predicted(points, batch)
@@ -151,11 +152,11 @@ class Trainer:
             if first is not None:
                 points.check(batch, predicted, metrics, first)
             (loss.sum() / total).backward()
-            sums["loss"] += loss.detach().double().sum().cpu()
+            sums["loss"] += loss.detach().double().sum()
             for name, value in metrics.items():
-                sums[name] += value.double().sum().cpu()
+                sums[name] += value.double().sum()
             if "log_ratio" in metrics:
-                largest = torch.maximum(largest, metrics["log_ratio"].double().expm1().abs().max().cpu())
+                largest = torch.maximum(largest, metrics["log_ratio"].double().expm1().abs().max())
             self.progress("training", k + 1, len(batches))
         names = sorted(self.processes.agree(list(sums)))
         means = {name: self.processes.sum(sums[name].item()) / total for name in names}

@@ -58,10 +58,11 @@ class Transitions:
     def predict(self, batch: MicroBatch) -> Predicted:
         """See `Points`."""
         x_t, sigma, texts = self._inputs(batch.rows)
-        guidance = self.trainer.config.rollout.guidance if self.needs.guided else 1.0
+        rollout = self.trainer.config.rollout.guidance
+        guidance = self.needs.trained_guidance(rollout)
         others = other_velocities(
             self.trainer.model, self.trainer.weights, set(self.needs.velocities) - {"old"}, x_t, sigma, texts,
-            guidance=guidance, reference_guidance=guidance if self.needs.guided else self.needs.reference_guidance,
+            guidance=guidance, reference_guidance=self.needs.compared_guidance(rollout),
         )  # fmt: skip
         v = branches(self.trainer.model, x_t, sigma, texts, guidance)
         edges = self._edges(batch.rows)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowrl_img.rewards import known_answers
 from flowrl_img.rewards.known_answers import KnownAnswerError
-from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, scope_of
+from flowrl_img.rewards.protocol import Metadata, Reward, RewardBatch, groups_of, scope_of
 from flowrl_img.rewards.score import checked
 from flowrl_img.world import load_split, render, scene_for
 
@@ -107,7 +107,7 @@ def _units(reward: Reward, batch: RewardBatch) -> list[list[int]]:
     """The rows that may be scored apart: single ones, or whole groups."""
     if scope_of(reward) == "point" or batch.group_ids is None:
         return [[row] for row in range(len(batch))]
-    return [[k for k, g in enumerate(batch.group_ids) if g == group] for group in dict.fromkeys(batch.group_ids)]
+    return list(groups_of(batch, reward.name).values())
 
 
 def _law(name: str, expected: Tensor, found: Tensor) -> Finding:

@@ -26,6 +26,7 @@ from flowrl_img.rewards.judge import (
     require_sources,
     source_of,
     text_of,
+    why_unread,
 )
 from flowrl_img.rewards.known_answers import KnownAnswer
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
@@ -130,7 +131,7 @@ class EditScore:
         for sc, pq in zip(replies[::2], replies[1::2], strict=True):
             pair = [None if isinstance(r, ServiceError) else marks_of(r.text, self.highest) for r in (sc, pq)]
             if pair[0] is None or pair[1] is None:
-                reason = reason or _reason(sc if pair[0] is None else pq, self.highest)
+                reason = reason or why_unread(sc if pair[0] is None else pq, f"two marks from 0 to {self.highest}")
                 continue
             (success, restraint), (natural, clean) = pair[0], pair[1]
             lower = min(success, restraint), min(natural, clean)
@@ -159,10 +160,3 @@ def _listed(text: str) -> Sequence[Any]:
     except (ValueError, KeyError, TypeError):
         found = _LIST.findall(text)
         return found[-1].split(",") if found else []
-
-
-def _reason(reply: Reply | ServiceError, high: int) -> str:
-    if isinstance(reply, ServiceError):
-        return str(reply)
-    cut = "; it was cut, raise max_tokens" if reply.cut else ""
-    return f"no two marks from 0 to {high} in the reply {reply.text[-80:]!r}{cut}"

@@ -28,7 +28,10 @@ from flowrl_img.rewards.remote import RemoteError
 from flowrl_img.rewards.transport import Retry, ServiceError, Transport, run_together
 from flowrl_img.rewards.wire import png_of
 
-__all__ = ["Judge", "Question", "Reply", "output_of_replies", "picture_of", "require_sources", "source_of", "text_of"]
+__all__ = [
+    "Judge", "Question", "Reply", "output_of_replies", "picture_of", "require_sources", "source_of", "text_of",
+    "why_unread",
+]  # fmt: skip
 
 START_SECONDS = 8.0
 SOURCE = "source"  # metadata key: path of the picture that was to be edited, or a data URI of its PNG
@@ -159,6 +162,14 @@ def output_of_replies(
     """One row each; None is invalid for the reason in `errors`."""
     kept = [None if value is not None else error for value, error in zip(values, errors, strict=True)]
     return RewardOutput.of(values, {**details, "error": kept})
+
+
+def why_unread(reply: Reply | ServiceError, wanted: str) -> str:
+    """Why a reply gave no score: the service's error, or the end of a text without `wanted`."""
+    if isinstance(reply, ServiceError):
+        return str(reply)
+    cut = "; it was cut, raise max_tokens" if reply.cut else ""
+    return f"no {wanted} in the reply {reply.text[-80:]!r}{cut}"
 
 
 def _data_uri(image: Pixels) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import ClassVar
 
-from flowrl_img.rewards.judge import Judge, Question, Reply, output_of_replies, picture_of, text_of
+from flowrl_img.rewards.judge import Judge, Question, Reply, output_of_replies, picture_of, text_of, why_unread
 from flowrl_img.rewards.known_answers import Better, KnownAnswer
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, groups_of
 from flowrl_img.rewards.scene_answers import circle, square
@@ -105,7 +105,10 @@ def _tally(
     unread = {row for pair, share in zip(shown, shares, strict=True) if share is None for row in pair}
     for (a, b), share, reply in zip(shown, shares, replies, strict=True):
         if share is None:
-            errors = [_reason(reply) if row in (a, b) and row in unread else text for row, text in enumerate(errors)]
+            errors = [
+                why_unread(reply, "verdict") if row in (a, b) and row in unread else text
+                for row, text in enumerate(errors)
+            ]
             unread -= {a, b}
         else:
             won[a].append(share)
@@ -138,10 +141,3 @@ def verdict(text: str) -> float | None:
     if better:
         return 1.0 if better[-1] == "1" else 0.0
     return TIE if answers and _EQUAL.search(said) else None
-
-
-def _reason(reply: Reply | ServiceError) -> str:
-    if isinstance(reply, ServiceError):
-        return str(reply)
-    cut = "; it was cut, raise max_tokens" if reply.cut else ""
-    return f"no verdict in the reply {reply.text[-80:]!r}{cut}"

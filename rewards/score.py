@@ -75,12 +75,13 @@ class Scorer:
         """
         require_keys(self.label, self.reward.needs, batch.metadata)
         good = list(range(len(batch))) if batch.finite is None else batch.finite.nonzero().flatten().tolist()
-        known, asked = self._remembered(batch, good)
+        keys = {} if self.memory is None else dict(zip(good, content_keys(batch.rows(good)), strict=True))
+        known, asked = self._remembered(keys, good)
         parts: list[Part] = known
         for rows in self._chunks(batch, asked):
             part = self._timed(batch.rows(rows))
             if self.memory is not None:
-                self.memory.remember(content_keys(batch.rows(rows)), part)
+                self.memory.remember([keys[row] for row in rows], part)
             parts.append((rows, part))
         output = gather_rows(parts, batch.ids)
         self.failures.count(self.label, output)
@@ -93,14 +94,14 @@ class Scorer:
         self.seconds += time.perf_counter() - began
         return output
 
-    def _remembered(self, batch: RewardBatch, rows: Sequence[int]) -> tuple[list[Part], list[int]]:
-        """The answers found in the cache, and the rows to ask for."""
-        if self.memory is None or not rows:
+    def _remembered(self, keys: Mapping[int, str], rows: Sequence[int]) -> tuple[list[Part], list[int]]:
+        """The answers found in the cache, and the rows to ask for. keys: of each row."""
+        if self.memory is None:
             return [], list(rows)
         known: list[Part] = []
         asked = []
-        for row, key in zip(rows, content_keys(batch.rows(rows)), strict=True):
-            found = self.memory.find(key)
+        for row in rows:
+            found = self.memory.find(keys[row])
             if found is None:
                 asked.append(row)
             else:

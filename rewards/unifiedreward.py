@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flowrl_img.rewards.judge import Judge, Question, Reply, output_of_replies, picture_of
+from flowrl_img.rewards.judge import Judge, Question, output_of_replies, picture_of, why_unread
 from flowrl_img.rewards.known_answers import KnownAnswer
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput
 from flowrl_img.rewards.scene_answers import matched_scenes
@@ -70,7 +70,7 @@ class UnifiedReward:
         marks = [None if isinstance(reply, ServiceError) else final_score(reply.text) for reply in replies]
         texts = [None if isinstance(reply, ServiceError) else reply.text for reply in replies]
         values = [None if mark is None else mark / HIGH for mark in marks]
-        return output_of_replies(values, [_reason(reply) for reply in replies], {"reply": texts})
+        return output_of_replies(values, [why_unread(reply, "mark from 1 to 5") for reply in replies], {"reply": texts})
 
 
 def final_score(text: str) -> float | None:
@@ -84,10 +84,3 @@ def final_score(text: str) -> float | None:
     number, denominator = found[-1]
     mark = float(number)
     return mark if LOW <= mark <= HIGH and denominator in ("", "5") else None
-
-
-def _reason(reply: Reply | ServiceError) -> str:
-    if isinstance(reply, ServiceError):
-        return str(reply)
-    cut = "; it was cut, raise max_tokens" if reply.cut else ""
-    return f"no mark from 1 to 5 in the reply {reply.text[-80:]!r}{cut}"

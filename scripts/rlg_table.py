@@ -17,6 +17,7 @@ from typing import Any
 
 from flowrl_img.measure import Ask, evaluate_sources
 from flowrl_img.plot import Point, plot
+from flowrl_img.tables import shown, table
 
 SCALES = "0,0.5,1,1.5,2,3"
 
@@ -72,9 +73,7 @@ def report(tables: dict[str, Any]) -> str:
             f"scale, {evaluation['steps']} steps, guidance {evaluation['guidance']:g}."
         )
         head = ["w", "reward", "minus base", "minus tuned", *reported, "diversity"]
-        lines = [head, ["---"] * len(head)]
-        lines += [_line(facts, label, reported) for label in facts["variants"]]
-        parts.append("\n".join("| " + " | ".join(line) + " |" for line in lines))
+        parts.append(table(head, [_line(facts, label, reported) for label in facts["variants"]]))
     return "\n\n".join([*parts, "![reward over the scale](rlg.png)"]) + "\n"
 
 
@@ -88,17 +87,10 @@ def _line(facts: dict[str, Any], label: str, reported: list[str]) -> list[str]:
     reward = facts["columns"]["reward"][label]
     others = [facts["columns"][column][label]["mean"] for column in reported]
     return [
-        "/".join(facts["variants"][label]), _shown(reward["mean"]),
-        *(_shown(reward["minus"].get(other), "+") for other in ("base", "tuned")),
-        *map(_shown, others), _shown(facts["diversity"][label]["mean"]),
+        "/".join(facts["variants"][label]), shown(reward["mean"]),
+        *(shown(reward["minus"].get(other), sign="+") for other in ("base", "tuned")),
+        *map(shown, others), shown(facts["diversity"][label]["mean"]),
     ]  # fmt: skip
-
-
-def _shown(triple: list[float | None] | None, sign: str = "") -> str:
-    if triple is None or triple[0] is None:
-        return "-"
-    value, low, high = (f"{x:{sign}.4f}" for x in triple)
-    return f"{value} [{low}, {high}]"
 
 
 def panels(tables: dict[str, Any]) -> dict[str, list[Point]]:

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
-from flowrl_img import seeds
+from flowrl_img import recipes, seeds
 from flowrl_img.blend import Blend, Side
 from flowrl_img.checkpoint import latest, load_adapter_tensors
 from flowrl_img.config import Config
-from flowrl_img.evaluate import EVAL_SEED, Evaluation, evaluate, gain, level
+from flowrl_img.evaluate import EVAL_SEED, Evaluation, evaluate, gain, held_out_pictures, level
 from flowrl_img.guidance import guided
 from flowrl_img.kernels.logprob import kl
 from flowrl_img.kernels.step import ode_step
@@ -22,7 +21,7 @@ from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import RunParts, assemble
 from flowrl_img.prompts import choose_evenly
-from flowrl_img.rollout import generate, root_keys
+from flowrl_img.rollout import root_keys
 from flowrl_img.run import load_model, load_weights
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.samplers.steps.ode import ODE
@@ -41,7 +40,7 @@ def measure_run(
 
     Values of columns are [mean, low, high] over tasks. judge: embeds pictures, float [B, 3, H, W] -> unit rows.
     """
-    config = Config.model_validate(yaml.safe_load((run / "config.yaml").read_text()))
+    config = recipes.load(str(run / "config.yaml"))
     parts, model, weights = tuned_and_base(config, run)
     few = choose_evenly(parts.held_out, prompts, config.prompts.balance)
     groups = [[Sample(s.prompt, s.group, image) for image in range(per_prompt)] for s in few]
@@ -51,7 +50,7 @@ def measure_run(
     for label, weight_set in (("before", "reference"), ("after", "current")):
         with weights.use(weight_set):
             evaluations[label] = _evaluated(config, parts, model, samples)
-            found["diversity"][label] = diversity(config, model, parts.held_out, groups, judge)
+            found["diversity"][label] = diversity(parts, model, groups, judge)
     shared = [c for c in evaluations["before"].columns if c in evaluations["after"].columns]
     for label, evaluation in evaluations.items():
         found[label] = {column: _triple(level(evaluation, column)) for column in shared}
@@ -83,14 +82,14 @@ def _triple(interval: Any) -> list[float]:
     return [round(float(x), 6) for x in (interval.value, interval.low, interval.high)]
 
 
-def diversity(config: Config, model: Any, prompts: PromptSet, groups: Sequence[Sequence[Sample]], judge: Any) -> float:
+def diversity(parts: RunParts, model: Any, groups: Sequence[Sequence[Sample]], judge: Any) -> float:
     """Mean over groups of the mean distance 1 - cos of two pictures of a prompt, in the judge's embedding."""
-    held_out = config.evaluation
+    held_out = parts.config.evaluation
     distances = []
     for group in groups:
-        pictures = generate(
-            Blend(Side(model)), [prompts.texts[s.prompt] for s in group], root_keys(group, EVAL_SEED),
-            num_steps=held_out.steps, guidance=held_out.guidance, batch=held_out.batch,
+        pictures = held_out_pictures(
+            Blend(Side(model)), parts.held_out, group, num_steps=held_out.steps, guidance=held_out.guidance,
+            solver=parts.evaluation_solver,
         )  # fmt: skip
         rows: Tensor = judge(pictures)
         count = len(rows)

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from flowrl_img.export.verify import Expected, VerificationError, output
 
-__all__ = ["DTYPES", "Merge", "merge"]
+__all__ = ["Merge", "merge"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LIMIT = 1e-5  # of the merge in float32, relative to the largest output or 1
 HALF = 0.5  # of the tuning's change: a cast that moves outputs by more has lost it
 

@@ -15,14 +15,14 @@ from flowrl_img.checkpoint import latest, load_adapter_tensors, save_adapter
 from flowrl_img.config import Config
 from flowrl_img.export.card import write_card
 from flowrl_img.export.comfyui import to_comfyui
-from flowrl_img.export.merge import DTYPES, merge
+from flowrl_img.export.merge import merge
 from flowrl_img.export.verify import Expected, Job, VerificationError, expect, verify
 from flowrl_img.folders import writable
 from flowrl_img.lora import read_lora
 from flowrl_img.needs import Needs
 from flowrl_img.plugins import nearest
 from flowrl_img.prompts import load_prompts
-from flowrl_img.run import load_model, load_weights, model_source
+from flowrl_img.run import DTYPES, load_model, load_weights, model_source
 from flowrl_img.sources import LORA_NAME
 from flowrl_img.weights import WeightSets
 

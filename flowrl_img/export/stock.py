@@ -76,7 +76,9 @@ def network(pipeline: Any, path: Path) -> Iterator[tuple[Any, dict[str, int]]]:
     """A whole network in the subfolder `transformer` of `path`."""
     import torch
 
-    loaded = type(pipeline.transformer).from_pretrained(path, subfolder="transformer", torch_dtype=torch.float32)
+    loaded = type(pipeline.transformer).from_pretrained(
+        path, subfolder="transformer", torch_dtype=torch.float32, use_safetensors=True
+    )
     written = sum(len(tensors_of(file)) for file in (path / "transformer").glob("*.safetensors"))
     matched = len(loaded.state_dict())
     device = pipeline.transformer.device

@@ -3,7 +3,7 @@ import pytest
 import torch
 from drawing import pictures_of
 
-from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts
+from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts, spread
 from flowrl_img.rollout import roll
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.types import Sample
@@ -138,6 +138,13 @@ def test_every_prompt_of_a_task_comes_before_any_comes_again():
         if s.image == 0 and s.prompt in single
     ]
     assert sorted(seen) == single
+
+
+def test_samples_are_spread_and_none_comes_twice():
+    samples = choose_evenly(load_prompts("pico/test_geneval"), 6, "tag")
+    assert spread(samples, 3) == samples[::2]
+    assert spread(samples, 12) == samples
+    assert spread(samples, 0) == ()
 
 
 def test_evaluation_samples_are_equally_many_per_task():

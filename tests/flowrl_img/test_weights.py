@@ -112,6 +112,11 @@ def test_only_the_named_weights_are_trained(network):
     assert free == set(weights.trainable)
 
 
+def test_parts_are_refused_for_an_adapter():
+    with pytest.raises(ValueError, match="with LoRA, choose layers"):
+        WeightsConfig(only=("context",))
+
+
 def test_a_part_of_no_name_is_refused_with_the_nearest(network):
     with pytest.raises(ValueError, match="'contxt' is part of no parameter's name; did you mean"):
         WeightSets(network, WeightsConfig(kind="full", only=("contxt",)), SD3.lora_targets, seed=0)
