@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from flowrl_img import plugins
@@ -47,7 +48,7 @@ class Plan:
     micro_batches_per_process: int
     """forward-backward passes of each process for one update"""
     sampling_evaluations: int
-    """per rollout, no gradient; at most, where a tail follows a moving window"""
+    """per rollout, no gradient; at most, where the window moves and a tail follows it or the noise is shared"""
     training_evaluations: int
     """per rollout, with gradient, each trained state once"""
     reference_evaluations: int
@@ -138,7 +139,7 @@ def make_plan(config: Config, num_processes: int = 1, needs: Needs | None = None
         images_per_update=images // run.updates_per_rollout,
         points_per_update=work.points // run.updates_per_rollout,
         micro_batches_per_process=_micro_batches(config, needs, num_processes, work),
-        sampling_evaluations=paths * _sampling_calls(config, needs) * _passes(rollout.guidance),
+        sampling_evaluations=_sampling_evaluations(config, needs, num_processes),
         training_evaluations=work.states * work.passes,
         reference_evaluations=work.states * work.reference_passes,
         policy_evaluations=work.states * work.passes * work.stored_sets,
@@ -217,6 +218,18 @@ def _latents(config: Config, needs: Needs, steps: int) -> int:
     if forked(config):
         return paths * steps * (2 + 2 * config.rollout.branches)
     return paths * (2 * steps + 2)
+
+
+def _sampling_evaluations(config: Config, needs: Needs, num_processes: int) -> int:
+    """Evaluations of one rollout. Members of a group that shares its noise are one state until the first draw."""
+    rollout, paths = config.rollout, paths_of(config)
+    evaluations = paths * _sampling_calls(config, needs)
+    if rollout.shared_noise and not needs.matching and not forked(config):
+        bounds = [k * paths // num_processes for k in range(num_processes + 1)]
+        chunks = [range(k, min(k + rollout.batch, b)) for a, b in pairwise(bounds) for k in range(a, b, rollout.batch)]
+        states = sum(len({k // rollout.group_size for k in chunk}) for chunk in chunks)
+        evaluations -= (candidates(rollout.window, rollout.steps)[0] + 1) * (paths - states)
+    return evaluations * _passes(rollout.guidance)
 
 
 def _sampling_calls(config: Config, needs: Needs) -> int:

@@ -49,7 +49,7 @@ def roll(
     latents: list[Tensor] = []
     images: list[Tensor] = []
     done = 0
-    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise):
+    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise, common_steps(stochastic)):
         steps = (sigmas, step_rule, stochastic, chunk.noise)
         if tail is None:
             walk = sample(chunk.velocity, chunk.start(), *steps, keep=stochastic)
@@ -109,6 +109,11 @@ def root_keys(samples: Sequence[Sample], seed: int, *, shared: bool = False) -> 
     return [seeds.key(seed, ROOT_SEED, s.group if shared else s.id) for s in samples]
 
 
+def common_steps(stochastic: Sequence[int]) -> int:
+    """Steps whose velocity is one for all members of a group that starts from one noise: up to the first draw."""
+    return min(stochastic) + 1
+
+
 def levels_of(x_t: Tensor, sigma: float) -> Tensor:
     """One level for all states, float64 [B]."""
     return torch.full((len(x_t),), sigma, dtype=torch.float64, device=x_t.device)
@@ -124,12 +129,21 @@ class _Chunk:
     guidance: float
     seed: int
     shared_noise: bool
+    common: int = 0
+    """with shared noise: the steps before this one are computed once for all members of a group"""
 
     def start(self) -> Tensor:
         return self._normal(root_keys(self.samples, self.seed, shared=self.shared_noise))
 
     def velocity(self, x_t: Tensor, step: int, sigma: float) -> Tensor:
-        return guided(self.model, x_t, levels_of(x_t, sigma), self.texts, self.guidance)
+        if not (self.shared_noise and step < self.common):
+            return guided(self.model, x_t, levels_of(x_t, sigma), self.texts, self.guidance)
+        groups = {s.group: k for k, s in reversed(list(enumerate(self.samples)))}
+        first = list(groups.values())
+        x_t, texts = x_t[first], [self.texts[k] for k in first]
+        v = guided(self.model, x_t, levels_of(x_t, sigma), texts, self.guidance)
+        place = {group: row for row, group in enumerate(groups)}
+        return v[[place[s.group] for s in self.samples]]
 
     def noise(self, step: int) -> Tensor:
         return self._normal([seeds.key(self.seed, SDE_SEED, s.id, step) for s in self.samples])
@@ -140,11 +154,11 @@ class _Chunk:
 
 def _chunks(
     model: Any, prompts: PromptSet, samples: Sequence[Sample], batch: int, guidance: float, seed: int,
-    shared_noise: bool,
+    shared_noise: bool, common: int = 0,
 ) -> Iterator[_Chunk]:  # fmt: skip
     for start in range(0, len(samples), batch):
         chunk = samples[start : start + batch]
-        yield _Chunk(model, chunk, [prompts.texts[s.prompt] for s in chunk], guidance, seed, shared_noise)
+        yield _Chunk(model, chunk, [prompts.texts[s.prompt] for s in chunk], guidance, seed, shared_noise, common)
 
 
 def leaves_of(model: Any, samples: Sequence[Sample], images: Sequence[Tensor], latents: Sequence[Tensor]) -> Leaves:

@@ -158,6 +158,30 @@ def test_network_calls_of_a_solver_are_those_of_the_plan(tiny_trainer, solver, c
     assert make_plan(config, needs=Needs()).heldout_evaluations == config.evaluation.pictures * calls
 
 
+# --- shared noise ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [16, 6, 1])  # whole groups, groups that are split, single samples
+def test_members_of_a_group_with_shared_noise_are_one_state_until_the_first_draw(tiny_trainer, monkeypatch, batch):
+    rollout = {"steps": 6, "window": {"size": 2, "low": 3, "high": 5}, "shared_noise": True, "batch": batch}
+    trainer = tiny_trainer(rollout=rollout)
+    scored = trainer.collect(0).rollout
+    assert trainer.model.calls == make_plan(trainer.config, needs=Needs()).sampling_evaluations
+    monkeypatch.setattr("flowrl_img.rollout.common_steps", lambda stochastic: 0)
+    apart = trainer.collect(0).rollout
+    torch.testing.assert_close(scored.leaves.latents, apart.leaves.latents, rtol=0, atol=1e-5)
+    assert torch.equal(scored.edges.step, apart.edges.step)
+    for name in ("states", "v_old"):
+        torch.testing.assert_close(getattr(scored.edges, name), getattr(apart.edges, name), rtol=0, atol=1e-5)
+
+
+def test_a_plan_counts_a_group_once_in_each_process_that_holds_a_part_of_it():
+    rollout = "rollout={groups: 1, group_size: 8, steps: 10, shared_noise: true, window: {size: 1, low: 4, high: 5}}"
+    config = recipes.load("pico", [rollout, "run={updates_per_rollout: 1, rollouts: 1}"])
+    assert make_plan(config, 1, Needs()).sampling_evaluations == 5 * 1 + 5 * 8
+    assert make_plan(config, 2, Needs()).sampling_evaluations == 5 * 2 + 5 * 8
+
+
 # --- tail ----------------------------------------------------------------------------------------------------------
 
 
