@@ -1,68 +1,66 @@
 """Captions that are wrong now and then, as those of the web are, for the last stage of pre-training.
 
 A model that learns from them draws the wrong thing at times although it could draw the right one, as large models do:
-counts off by one, left for right, two colours on the wrong objects, misspelt signs. That is what rewards can improve.
-A wrong caption never names a combination that is held out: shapes stay, and so do the colours of single objects.
+that is what a reward can improve. A wrong caption never names a combination that is held out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flowrl_img.world.vocabulary import CHARACTERS, COLORS
+from flowrl_img.pico.wrong_captions import kinds_in, stated, wrong_caption
+from flowrl_img.world.splits import color_split, pair_split, text_split
 
-__all__ = ["CaptionNoise"]
+__all__ = ["SHARES", "CaptionNoise", "is_trained"]
 
-CONFUSED = {
-    "two": "three", "three": "two", "four": "three",
-    "left": "right", "right": "left", "above": "below", "below": "above",
-}  # fmt: skip
+SHARES: Mapping[str, float] = MappingProxyType({"color": 0.72, "count": 0.45, "relation": 0.45, "letter": 0.6})
+TRIES = 20
 
 
 @dataclass(frozen=True)
 class CaptionNoise:
-    """Shares of captions that get one mistake. Example: `CaptionNoise(tokenizer)(tokens, generator)`."""
+    """Makes one attribute of some captions wrong. Example: `CaptionNoise(tokenizer)(tokens, generator)`.
+
+    shares: by kind of attribute, the share of captions stating it that get it wrong; of several kinds one is drawn.
+    """
 
     tokenizer: Any
-    scenes: float = 0.45
-    """of captions with a count, a relation or two colours"""
-    signs: float = 0.6
-    """of captions of signs, where one character becomes a random one"""
+    shares: Mapping[str, float] = field(default_factory=lambda: SHARES)
 
     def __call__(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
         """tokens: [B, L] ids. Returns [B, L]."""
-        chance = torch.rand(len(tokens), 1, generator=generator)
-        sign = torch.isin(tokens, self._ids(list(CHARACTERS))).any(1, keepdim=True)
-        wrong = torch.where(sign, self._misspelt(tokens, generator), self._exchanged(self._confused(tokens)))
-        return torch.where(chance < torch.where(sign, self.signs, self.scenes), wrong, tokens)
+        rng = np.random.default_rng(int(torch.randint(2**31, (1,), generator=generator)))
+        captions = [self.wrong(caption, rng) for caption in self.texts(tokens)]
+        ids = self.tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
+        return torch.as_tensor(ids)
 
-    def _ids(self, words: list[str]) -> Tensor:
-        return torch.tensor(self.tokenizer.convert_tokens_to_ids(words))
+    def texts(self, tokens: Tensor) -> list[str]:
+        """The captions of `tokens` [B, L]."""
+        # The tokenizer sets a space behind the opening quote.
+        return [t.replace('" ', '"') for t in self.tokenizer.batch_decode(tokens, skip_special_tokens=True)]
 
-    def _misspelt(self, tokens: Tensor, generator: torch.Generator) -> Tensor:
-        characters = self._ids(list(CHARACTERS))
-        spells = torch.isin(tokens, characters)
-        place = (spells * torch.rand(tokens.shape, generator=generator)).argmax(1, keepdim=True)
-        other = characters[torch.randint(len(characters), (len(tokens), 1), generator=generator)]
-        return torch.where(spells.any(1, keepdim=True), tokens.scatter(1, place, other), tokens)
+    def wrong(self, caption: str, rng: np.random.Generator) -> str:
+        """The caption with one attribute wrong, or itself."""
+        kinds = [kind for kind in kinds_in(caption) if kind in self.shares]
+        kind = kinds[rng.integers(len(kinds))] if kinds else None
+        if kind is None or rng.uniform() >= self.shares[kind]:
+            return caption
+        others = (wrong_caption(caption, rng, kind) for _ in range(TRIES))
+        return next(filter(is_trained, others), caption)
 
-    def _confused(self, tokens: Tensor) -> Tensor:
-        """The number or relation replaced by its neighbour."""
-        table = torch.arange(len(self.tokenizer))
-        names = [[f"{word}</w>" for word in side] for side in (CONFUSED, CONFUSED.values())]
-        table[self._ids(names[0])] = self._ids(names[1])
-        return table[tokens]
 
-    def _exchanged(self, tokens: Tensor) -> Tensor:
-        """Two colours exchanged, each with its article."""
-        colors = torch.isin(tokens, self._ids([f"{color}</w>" for color in COLORS]))
-        out = tokens.clone()
-        for row in (colors.sum(1) == 2).nonzero().flatten().tolist():
-            first, second = colors[row].nonzero().flatten().tolist()
-            ours, theirs = [first - 1, first], [second - 1, second]
-            out[row, ours], out[row, theirs] = tokens[row, theirs], tokens[row, ours]
-        return out
+def is_trained(caption: str) -> bool:
+    """Whether all that a caption names belongs to the training split."""
+    shapes, colors, texts = (stated(caption, kind) for kind in ("shape", "color", "letter"))
+    if len(shapes) == 2:
+        return pair_split(*shapes) == "train"
+    return all(text_split(text) == "train" for text in texts) and all(
+        color_split(shape, color) == "train" for shape in shapes for color in colors
+    )

@@ -33,12 +33,13 @@ CLASSES = (len(SHAPES) + 1, len(COLORS) + 1, len(CHARACTERS) + 1)
 class Schedule:
     """Everything that fixes stage 2. Steps are optimizer steps; the last `cooldown` share lowers lr to zero.
 
-    After `steps` come `noisy_steps` on captions with mistakes, at a learning rate that falls from `noisy_lr` to zero.
+    After `steps` come `last_steps`, at a learning rate that falls from `last_lr` to zero, on captions with mistakes:
+    the model then errs where it could do better.
     """
 
     steps: int = 14_000
-    noisy_steps: int = 1_500
-    noisy_lr: float = 5e-4
+    last_steps: int = 1_500
+    last_lr: float = 5e-4
     batch: int = 32
     lr: float = 1.5e-3
     warmup: int = 300
@@ -57,12 +58,12 @@ class Schedule:
 
     @property
     def total_steps(self) -> int:
-        return self.steps + self.noisy_steps
+        return self.steps + self.last_steps
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of step `step`: linear warm-up, constant, linear cool-down; then the noisy steps."""
+        """Learning rate of step `step`: linear warm-up, constant, linear cool-down; then the last steps."""
         if step >= self.steps:
-            return self.noisy_lr * (self.total_steps - step) / self.noisy_steps
+            return self.last_lr * (self.total_steps - step) / self.last_steps
         left = (self.steps - step) / max(self.cooldown * self.steps, 1)
         return self.lr * min((step + 1) / self.warmup, 1.0, left)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, NUMBERS, PLURALS, SHAPES
 
-__all__ = ["KINDS", "kinds_in", "wrong_caption"]
+__all__ = ["KINDS", "kinds_in", "stated", "wrong_caption"]
 
 OPPOSITE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 KINDS = ("shape", "color", "count", "relation", "letter")
@@ -29,6 +29,11 @@ PATTERNS = {
 def kinds_in(caption: str) -> list[str]:
     """The attributes that a caption states."""
     return [kind for kind in KINDS if PATTERNS[kind].search(caption)]
+
+
+def stated(caption: str, kind: str) -> list[str]:
+    """The words of one kind in a caption, shapes in the singular, the text of a sign whole."""
+    return [SINGULAR.get(match[0], match[0]) for match in PATTERNS[kind].finditer(caption)]
 
 
 def wrong_caption(caption: str, rng: np.random.Generator, kind: str | None = None) -> str:
@@ -54,8 +59,7 @@ def _other(kind: str, word: str, caption: str, rng: np.random.Generator) -> str:
         letters = [c for c in CHARACTERS if c != word[place]]
         return word[:place] + letters[rng.integers(len(letters))] + word[place + 1 :]
     if kind == "shape":
-        named = {SINGULAR.get(m[0], m[0]) for m in PATTERNS["shape"].finditer(caption)}
-        others = [shape for shape in SHAPES if shape not in named]
+        others = [shape for shape in SHAPES if shape not in stated(caption, "shape")]
         other = others[rng.integers(len(others))]
         return PLURALS[other] if word in SINGULAR else other
     words = list(COLORS) if kind == "color" else list(NUMBERS.values())

@@ -1,10 +1,12 @@
 """Mistakes in captions: as many as asked, of the stated kinds, and never naming what is held out."""
 
+import numpy as np
 import pytest
 import torch
 
 from flowrl_img.pico import architecture
-from flowrl_img.pico.captions import CaptionNoise
+from flowrl_img.pico.captions import SHARES, CaptionNoise, is_trained
+from flowrl_img.pico.wrong_captions import KINDS
 from flowrl_img.world import SPLITS, TASKS, prompts_of
 
 
@@ -15,38 +17,51 @@ def tokenizer():
 
 def noisy(tokenizer, texts, **shares):
     tokens = tokenizer(texts, padding="max_length", truncation=True, return_tensors="pt")["input_ids"]
-    changed = CaptionNoise(tokenizer, **shares)(tokens, torch.Generator().manual_seed(0))
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in changed]
+    noise = CaptionNoise(tokenizer, shares)
+    return noise.texts(noise(tokens, torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize(
-    ("caption", "wrong"),
+    ("caption", "kind"),
     [
-        ("a photo of two circles", "a photo of three circles"),
-        ("a photo of four stars", "a photo of three stars"),
-        ("a photo of a ring left of a heart", "a photo of a ring right of a heart"),
-        ("a photo of a ring above a heart", "a photo of a ring below a heart"),
-        ("a photo of an orange ring and a red heart", "a photo of a red ring and an orange heart"),
-        ("a photo of a red ring", "a photo of a red ring"),
-        ("a photo of a ring and a heart", "a photo of a ring and a heart"),
+        ("a photo of an orange circle", "color"),
+        ("a photo of a red circle and a blue diamond", "color"),
+        ("a photo of three circles", "count"),
+        ("a photo of a circle above a diamond", "relation"),
+        ('a sign that says "AB4E"', "letter"),
     ],
 )
-def test_mistakes_are_of_the_stated_kinds(tokenizer, caption, wrong):
-    assert noisy(tokenizer, [caption], scenes=1.0) == [wrong]
+def test_captions_get_one_mistake_in_the_asked_share(tokenizer, caption, kind):
+    found = noisy(tokenizer, [caption] * 1000, **{kind: 0.7})
+    assert 0.63 <= sum(c != caption for c in found) / 1000 <= 0.77
+    assert all(is_trained(c) for c in found)
+    for wrong in {c for c in found if c != caption and kind != "letter"}:
+        assert sum(a != b for a, b in zip(wrong.split()[3:], caption.split()[3:], strict=True)) <= 2
 
 
-def test_signs_get_one_wrong_character_in_the_asked_share(tokenizer):
-    text = 'a sign that says "AB4E"'
-    plain = noisy(tokenizer, [text], signs=0.0)[0]
-    found = noisy(tokenizer, [text] * 1000, signs=0.8)
-    differ = [sum(a != b for a, b in zip(plain, row, strict=True)) for row in found]
-    assert max(differ) == 1
-    # The random character is the right one in 1 of 22 cases.
-    assert 0.70 <= sum(differ) / 1000 <= 0.82
+def test_what_has_no_share_stays_as_it_is(tokenizer):
+    captions = ["a photo of a ring and a heart", "a photo of a star", "a photo of four stars", 'a sign that says "AB"']
+    assert noisy(tokenizer, captions) == captions
+    assert noisy(tokenizer, captions[:2], **SHARES) == captions[:2]
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task not in ("single_object", "counting")])
+@pytest.mark.parametrize("task", [*TASKS, "ocr"])
 def test_a_wrong_caption_of_training_names_nothing_held_out(tokenizer, task):
-    train = [r["prompt"] for r in prompts_of("train", task)]
-    held_out = {r["prompt"] for split in SPLITS if split != "train" for r in prompts_of(split, task)}
-    assert not held_out & set(noisy(tokenizer, train, scenes=1.0))
+    train = [r["prompt"] for r in prompts_of("train", task)][:500]
+    shared = {"single_object", "counting"}  # all splits name these
+    held_out = {r["prompt"] for s in SPLITS if s != "train" for t in {*TASKS, "ocr"} - shared for r in prompts_of(s, t)}
+    found = noisy(tokenizer, train, **dict.fromkeys(KINDS, 1.0))
+    assert not held_out & set(found)
+    assert all(map(is_trained, found))
+
+
+@pytest.mark.parametrize("split", [s for s in SPLITS if s != "train"])
+@pytest.mark.parametrize("task", ["two_object", "position", "color_attr", "colors", "ocr"])
+def test_held_out_captions_are_known_as_such(split, task):
+    assert not any(is_trained(r["prompt"]) for r in prompts_of(split, task))
+
+
+def test_a_caption_without_a_trained_alternative_stays(tokenizer, monkeypatch):
+    monkeypatch.setattr("flowrl_img.pico.captions.is_trained", lambda caption: False)
+    noise = CaptionNoise(tokenizer, {"color": 1.0})
+    assert noise.wrong("a photo of a red circle", np.random.default_rng(0)) == "a photo of a red circle"

@@ -12,7 +12,7 @@ from flowrl_img.pico.captions import CaptionNoise
 from flowrl_img.pico.denoiser import Denoiser, Schedule, train_denoiser
 from flowrl_img.pico.pool import make_pool
 
-PLAN = dataclasses.replace(Schedule(), steps=3, noisy_steps=2, batch=2, guided_from=0.5)
+PLAN = dataclasses.replace(Schedule(), steps=3, last_steps=2, batch=2, guided_from=0.5)
 
 
 @pytest.fixture(scope="module")
