@@ -111,8 +111,8 @@ class ProgressiveWindow:
 
     def steps(self, num_steps: int, *, seed: int, iteration: int) -> tuple[int, ...]:
         """num_steps: N >= hi. Returns `size` neighbouring indices in [lo, hi)."""
-        starts = _starts(self.size, self.range, num_steps)
-        start = starts[(iteration // self.every) * self.stride % len(starts)]
+        starts = _starts(self.size, self.range, num_steps)[:: self.stride]
+        start = starts[iteration // self.every % len(starts)]
         return tuple(range(start, start + self.size))
 
 

@@ -61,7 +61,9 @@ def test_a_progressive_window_slides_and_wraps():
     window = ProgressiveWindow(size=2, range=(1, 5), every=2)
     assert [window.steps(5, seed=9, iteration=i)[0] for i in range(8)] == [1, 1, 2, 2, 3, 3, 1, 1]
     strided = ProgressiveWindow(size=2, range=(0, 6), stride=2)
-    assert [strided.steps(6, seed=0, iteration=i) for i in range(3)] == [(0, 1), (2, 3), (4, 5)]
+    assert [strided.steps(6, seed=0, iteration=i) for i in range(6)] == [(0, 1), (2, 3), (4, 5)] * 2
+    uneven = ProgressiveWindow(size=2, range=(1, 7), stride=3)
+    assert [uneven.steps(7, seed=0, iteration=i) for i in range(4)] == [(1, 2), (4, 5)] * 2
 
 
 def visits(window, num_steps, iterations):
