@@ -173,7 +173,8 @@ class ExponentialWindow:
     def steps(self, num_steps: int, *, seed: int, iteration: int) -> tuple[int, ...]:
         """num_steps: N >= hi. Returns `size` neighbouring indices in [lo, hi)."""
         starts = _starts(self.size, self.range, num_steps)[:: self.stride]
-        stays = [math.ceil(self.longest * math.exp(-self.rate * max(0, start - self.knee))) for start in starts]
+        shares = [math.exp(-self.rate * max(0, start - self.knee)) for start in starts]
+        stays = [max(1, math.ceil(self.longest * share)) for share in shares]  # exp(-800) is 0 in floating point
         start = starts[_visit(stays, iteration)]
         return tuple(range(start, start + self.size))
 

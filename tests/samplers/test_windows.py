@@ -84,6 +84,8 @@ def test_an_exponential_window_stays_equally_long_up_to_its_knee():
     # 10 e^(-0.5 (l - 2)): 10, 10, 10, 6.07, 3.68
     window = ExponentialWindow(size=1, range=(0, 5), longest=10, rate=0.5, knee=2)
     assert visits(window, 5, 41) == [(0, 10), (1, 10), (2, 10), (3, 7), (4, 4)]
+    steep = ExponentialWindow(size=1, range=(1, 4), longest=10, rate=1e4, knee=0)
+    assert visits(steep, 4, 6) == [(1, 1), (2, 1), (3, 1)] * 2
 
 
 @pytest.mark.parametrize(
