@@ -50,7 +50,9 @@ def _started(trainer: Any, rollout: int) -> Started:
         trainer.prompts, config.groups, config.group_size // (config.branches if forked else 1),
         trainer.config.prompts.balance, trainer.config.prompts.shares, seed=trainer.config.run.seed, rollout=rollout,
     )  # fmt: skip
-    steps = parts.window.steps(config.steps, seed=trainer.config.run.seed, iteration=rollout)
+    steps: Sequence[int] = ()
+    if parts.window is not None:
+        steps = parts.window.steps(config.steps, seed=trainer.config.run.seed, iteration=rollout)
     everything = tuple(s for p in paths for s in forks_of(p, steps, config.branches)) if forked else paths
     mine = trainer.processes.deal(paths) if trainer.objective.needs.unit == "group" else trainer.processes.share(paths)
     with trainer.timed("sampling"), trainer.weights.use(trainer.policy):

@@ -22,7 +22,10 @@ __all__ = ["RunParts", "assemble"]
 
 @dataclass(frozen=True)
 class RunParts:
-    """Prompts, rewards, objective and sampler of a run. solver, times: for objectives on clean samples, else None."""
+    """Prompts, rewards, objective and sampler of a run.
+
+    solver, times: for objectives on clean samples, else None; step_rule, window, tail: for all others.
+    """
 
     config: Config
     train: PromptSet
@@ -67,7 +70,7 @@ def assemble(config: Config) -> RunParts:
     return RunParts(
         config, train, held_out, reward, report, objective,
         None if needs.matching else step_rule_of(config),
-        window_of(config.rollout.window, config.rollout.steps),
+        None if needs.matching else window_of(config.rollout.window, config.rollout.steps),
         None if needs.matching else tail_of(config),
         solver_of(config, needs), times_of(config, needs), evaluation_solver_of(config),
     )  # fmt: skip

@@ -68,6 +68,14 @@ def test_a_run_makes_the_calls_and_holds_the_latents_of_its_plan_and_finds_what_
     assert update.metrics["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("window", [{}, {"low": 2, "high": 8}])
+def test_objectives_on_clean_samples_take_one_step_and_are_not_bound_to_the_window(tiny_trainer, window):
+    times = {"times": {"name": "grid", "count": 1}}
+    trainer = tiny_trainer(objective={"name": "nft"}, rollout={"steps": 1, "window": window}, matching=times)
+    validate(trainer.config)
+    assert [update.update for update in trainer.run()] == [1, 2, 3, 4]
+
+
 def gradient(trainer) -> torch.Tensor:
     trainer._zero_grad()
     trainer.accumulate(trainer.points(trainer.collect(0)), 0)
