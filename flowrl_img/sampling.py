@@ -88,8 +88,7 @@ def solver_of(config: Config, needs: Needs) -> Solver | None:
             f"rollout.solver: objective {config.objective.name} trains on the noisy steps of rollout.step; "
             "leave rollout.solver out"
         )
-    solver: Solver = _fitting("solvers", part or PartConfig(name="euler"), "rollout.solver", config)
-    return solver
+    return _walking(part or PartConfig(name="euler"), "rollout.solver", config)
 
 
 def times_of(config: Config, needs: Needs) -> TimeLaw | None:
@@ -121,13 +120,22 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
 
 def evaluation_solver_of(config: Config) -> Solver:
     """The solver of `evaluation.solver`."""
-    solver: Solver = _fitting("solvers", config.evaluation.solver, "evaluation.solver", config)
-    return solver
+    return _walking(config.evaluation.solver, "evaluation.solver", config)
 
 
 def network_calls(solver: Solver, num_steps: int) -> int:
     """Evaluations of the network in a walk of `num_steps` steps."""
     return solver.coefficients(torch.linspace(0.99, 0, num_steps + 1)).network_calls
+
+
+def _walking(part: PartConfig, where: str, config: Config) -> Solver:
+    """A solver that fits the model and walks from its first level. The probe is fine: how coarse is the model's own."""
+    solver: Solver = _fitting("solvers", part, where, config)
+    try:
+        solver.coefficients(torch.linspace(*PROBES[_process(solver)], 1001, dtype=torch.float64))
+    except ValueError as error:
+        raise ValueError(f"{where}: {part.name} cannot walk the grid of this model: {error}") from error
+    return solver
 
 
 def _fitting(kind: str, part: PartConfig, where: str, config: Config) -> Any:

@@ -54,6 +54,7 @@ def my_parts(monkeypatch) -> str:
         ("evaluation.solver={name: dpm3}", "evaluation.solver: no solver is called 'dpm3'; did you mean 'dpm2'?"),
         ("evaluation.solver={name: dpm2, first_order_end: 0}", "evaluation.solver: first_order_end must be at least 1"),
         ("evaluation.solver={name: heun, order: 2}", "evaluation.solver: unknown key 'order'"),
+        ("evaluation.solver={name: sa, few_step_term: true}", "evaluation.solver: sa cannot walk the grid of this model"),
         ("rollout.tail={ratio: 0}", "rollout.tail.ratio = 0: should be greater than 0"),
         ("rollout.tail={solver: {name: sa}}", "rollout.tail: the tail adds no noise"),
         ("objective.log_prob=cube", "objective.log_prob = 'cube'"),
@@ -144,6 +145,9 @@ def test_a_solver_is_taken_by_objectives_on_clean_samples_alone():
     assert sampling.solver_of(config, Needs(points="matching")) == SASolver(0.2)
     plan = validate(config)
     assert plan.sampling_evaluations == plan.images * config.rollout.steps
+    diverges = recipes.load("pico", ["objective={name: nft}", "rollout.solver={name: sa, few_step_term: true}"])
+    with pytest.raises(ValueError, match=r"rollout\.solver: sa cannot walk .* start the grid below 1"):
+        validate(diverges)
     assert sampling.solver_of(recipes.load("pico"), Needs(points="matching")) == Euler()
     assert sampling.solver_of(recipes.load("pico"), Needs()) is None
 
