@@ -113,6 +113,11 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
         problems.append(f"matching.share = sample: objective {name} compares pictures at the same times; use group")
     if policy == "ema" and config.weights.ema is None:
         problems.append("rollout.policy = ema: weights.ema is null, so there is no average; give it, or use old")
+    if needs.matching and config.rollout.tail is not None:
+        problems.append(
+            f"rollout.tail: objective {name} has no noisy steps for a tail to follow; leave it out, and choose "
+            "rollout.solver and rollout.steps"
+        )
     if kind == "anchor_fork" and config.rollout.tail is not None:
         problems.append("rollout.tail: a forked path has its own end; leave the tail out, or use independent rollouts")
     return problems
