@@ -92,6 +92,7 @@ def test_the_second_order_tail_is_closer_to_the_exact_flow_than_an_euler_tail_of
         (lambda: FlashTail().sigmas(PUBLISHED, -1), "end the window earlier"),
         (lambda: sample_with_tail(exact_velocity, normal(0), PUBLISHED, ODE(), (), normal, FlashTail()), "use `solve`"),
         (lambda: FlashTail(solver=SASolver(0.4)), "adds no noise"),
+        (lambda: FlashTail(solver=SASolver(0.4, (0.913, 0.914))), "adds no noise"),
     ],
 )
 def test_impossible_tails_are_refused(make, message):
