@@ -8,6 +8,7 @@ update's own passes and judged before its step, so the proof costs no evaluation
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -63,7 +64,9 @@ class FirstUpdate:
 
     def _note(self, name: str, error: Tensor) -> None:
         if len(error):
-            self.largest[name] = max(self.largest.get(name, 0.0), float(error.detach().abs().max()))
+            # max() of Python passes over NaN, which is no proof of anything.
+            worst = float(error.detach().abs().nan_to_num(nan=math.inf).max())
+            self.largest[name] = max(self.largest.get(name, 0.0), worst)
 
     def verdict(self, processes: Processes) -> dict[str, float]:
         """What was measured, over all processes. Raises RolloutMismatchError beyond the limits."""

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -6,7 +7,8 @@ from drawing import pictures_of
 
 from flowrl_img import seeds
 from flowrl_img.micro_batch import MicroBatch
-from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
+from flowrl_img.mismatch import FirstUpdate, NonFiniteError, RolloutMismatchError
+from flowrl_img.parallel import Processes
 
 ONE_UPDATE = {"updates_per_rollout": 1}
 
@@ -88,6 +90,14 @@ def test_a_scaled_state_stops_the_run_with_a_named_error(tiny_trainer, which):
     with pytest.raises(RolloutMismatchError, match="rollout/train mismatch"):
         list(trainer.train_on(dataclasses.replace(scored, rollout=dataclasses.replace(scored.rollout, edges=broken))))
     assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("what", ["ratio", "residual", "distance"])
+def test_a_deviation_that_is_no_number_is_no_proof(what):
+    seen = FirstUpdate(smallest_clip=1e-4, low_precision=False)
+    getattr(seen, f"note_{what}")(torch.tensor([0.0, math.nan, 0.0]))
+    with pytest.raises(RolloutMismatchError):
+        seen.verdict(Processes())
 
 
 def test_accumulated_gradient_equals_the_one_batch_gradient(tiny_trainer):
