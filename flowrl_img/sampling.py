@@ -47,10 +47,13 @@ def step_rule_of(config: Config) -> StepRule:
 
 
 def check_noise(rule: StepRule, rollout: RolloutConfig, sigmas: Tensor) -> None:
-    """Raise DeterministicStepError if a step that may be trained has no noise on this grid. sigmas: [N+1]."""
+    """Raise DeterministicStepError if a step that may be trained has no noise on this grid. sigmas: [N+1].
+
+    Noise below the rounding of a float32 state of size 1 is none: x_s does not hold it, and 1 / std^2 overflows.
+    """
     std = rule.coefficients(sigmas).std
-    noisy = [i for i in range(len(std)) if std[i] > 0]
-    silent = [i for i in candidates(rollout.window, rollout.steps) if i < len(std) and i not in noisy]
+    noisy = [i for i in range(len(std)) if std[i] > torch.finfo(torch.float32).eps]
+    silent = [i for i in candidates(rollout.window, rollout.steps) if 0 <= i < len(std) and i not in noisy]
     if silent and not noisy:
         raise DeterministicStepError(f"rollout.step: {rollout.step.name} adds no noise, so no step can be trained")
     if silent:

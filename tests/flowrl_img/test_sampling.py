@@ -49,6 +49,7 @@ def my_parts(monkeypatch) -> str:
         ("rollout.step={name: ddim}", "use cps or dance_sde or"),
         ("rollout.step={name: ode}", "rollout.step: ode adds no noise, so no step can be trained"),
         ("rollout.step={name: flow_sde, noise_level: 0}", "flow_sde adds no noise, so no step can be trained"),
+        ("rollout.step={name: flow_sde, noise_level: 1.0e-25}", "flow_sde adds no noise, so no step can be trained"),
         ("rollout.window={high: 11}", "rollout.window.high = 11"),
         ("rollout.solver={name: dpm2}", "objective flow_grpo trains on the noisy steps of rollout.step"),
         ("evaluation.solver={name: dpm3}", "evaluation.solver: no solver is called 'dpm3'; did you mean 'dpm2'?"),
@@ -77,6 +78,12 @@ def test_what_does_not_fit_is_refused_before_a_model_is_loaded(change, expected)
 def test_a_window_that_reaches_too_far_is_refused_before_a_model_is_loaded(changes, expected):
     with pytest.raises(ValueError, match=expected):
         validate(recipes.load("pico", changes))
+
+
+def test_a_step_that_does_not_exist_is_one_mistake():
+    with pytest.raises(ValueError, match="none negative") as caught:
+        validate(recipes.load("pico", ["rollout.window={steps: [-1]}"]))
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_every_flow_rule_with_noise_and_every_solver_is_accepted():
