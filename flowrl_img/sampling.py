@@ -14,6 +14,7 @@ from flowrl_img import plugins
 from flowrl_img.config import Config, PartConfig, RolloutConfig
 from flowrl_img.kernels.logprob import DeterministicStepError
 from flowrl_img.needs import Needs
+from flowrl_img.samplers.loop import calm_rule
 from flowrl_img.samplers.solvers.table import Solver
 from flowrl_img.samplers.steps.table import StepRule
 from flowrl_img.samplers.tail import FlashTail
@@ -37,6 +38,10 @@ PROBES = {"flow": (1.0, 0.0), "diffusion": (0.99, 0.05)}  # from and to which le
 def step_rule_of(config: Config) -> StepRule:
     """The rule of `rollout.step`. ValueError where it cannot be built, fit the model family or train the window."""
     rule: StepRule = _fitting("steps", config.rollout.step, "rollout.step", config)
+    try:
+        calm_rule(rule)
+    except ValueError as error:
+        raise ValueError(f"rollout.step: {config.rollout.step.name}: {error}") from error
     try:
         grid = torch.linspace(*PROBES[_process(rule)], config.rollout.steps + 1, dtype=torch.float64)
         rule.coefficients(grid)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowrl_img.kernels.logprob import DeterministicStepError
 from flowrl_img.kernels.step import ode_step, sde_step
-from flowrl_img.samplers.loop import EULER
+from flowrl_img.samplers.loop import calm_rule
 from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
 
 __all__ = ["Anchor", "Forked", "LanedVelocity", "fork", "fork_calls"]
@@ -61,14 +61,13 @@ def fork(
     anchors: Collection[int],
     branches: int,
     noise: Callable[[int], Tensor],
-    ode: StepRule = EULER,
 ) -> Forked:
     """x_1: [B, ...] float32. anchors: steps with noise, each with std > 0. noise(step) -> z [B, K, ...], K = branches.
 
     sigmas: float64 [N+1]. Raises DeterministicStepError for an anchor without noise, ValueError for one outside.
     """
     sigmas = check_sigmas(sigmas)
-    random, calm = step_rule.coefficients(sigmas), ode.coefficients(sigmas)
+    random, calm = step_rule.coefficients(sigmas), calm_rule(step_rule).coefficients(sigmas)
     steps = sorted(set(anchors))
     if not steps or steps[0] < 0 or steps[-1] >= len(random.std) or branches < 1:
         raise ValueError(f"fork at steps of [0, {len(random.std)}) into at least 1 successor, got {steps}, {branches}")

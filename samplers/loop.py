@@ -18,7 +18,7 @@ from flowrl_img.kernels.step import ode_step, sde_step
 from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.samplers.steps.table import StepRule, StepTable, check_sigmas
 
-__all__ = ["KeptStep", "Noise", "Trajectory", "Velocity", "sample"]
+__all__ = ["KeptStep", "Noise", "Trajectory", "Velocity", "calm_rule", "sample"]
 
 EULER = ODE()
 
@@ -55,6 +55,20 @@ class Trajectory:
     """Transitions by step index; exactly the steps named in `keep`."""
 
 
+def calm_rule(step_rule: StepRule) -> StepRule:
+    """What takes the steps that `step_rule` does not: its own `calm`, else Euler's rule, which is for flows alone.
+
+    Raises ValueError for a rule of diffusion models that has none.
+    """
+    calm: StepRule | None = getattr(step_rule, "calm", None)
+    if calm is None and getattr(step_rule, "process", "flow") != "flow":
+        raise ValueError(
+            "a step rule of diffusion models needs `calm`, its rule without noise, for the steps that are not "
+            "stochastic: Euler's is for flow matching"
+        )
+    return calm or EULER
+
+
 @torch.no_grad()
 def sample(
     velocity: Velocity,
@@ -64,19 +78,18 @@ def sample(
     stochastic_steps: Collection[int],
     noise: Noise,
     keep: Collection[int] = (),
-    ode: StepRule = EULER,
 ) -> Trajectory:
     """Integrate from sigmas[0] to sigmas[-1].
 
     x_1: [B, ...] float32 start, B rows, noise of level sigmas[0] (float64 is kept, for checks). sigmas: float64 [N+1].
-    step_rule acts on `stochastic_steps`; every other step is `ode`, Euler's for a flow (diffusion: `DDIM(eta=0)`).
+    step_rule acts on `stochastic_steps`; every other step is its `calm_rule`, Euler's for a flow, DDIM's for diffusion.
     `noise` is called for stochastic steps alone. keep: steps to store, each stochastic and with std > 0. Raises
     ValueError otherwise; for std 0 it is a DeterministicStepError.
     """
     if x_1.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"x_1 is {x_1.dtype}: sample in float32 and cast inside the velocity function")
     sigmas = check_sigmas(sigmas)
-    random, calm = step_rule.coefficients(sigmas), ode.coefficients(sigmas)
+    random, calm = step_rule.coefficients(sigmas), calm_rule(step_rule).coefficients(sigmas)
     _check_steps(random, set(stochastic_steps), set(keep))
     x, kept = x_1, {}
     for i, sigma in enumerate(sigmas[:-1].tolist()):

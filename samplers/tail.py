@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from flowrl_img.samplers.loop import EULER, Noise, Trajectory, Velocity, sample
+from flowrl_img.samplers.loop import Noise, Trajectory, Velocity, sample
 from flowrl_img.samplers.solve import solve
 from flowrl_img.samplers.solvers.dpm2_published import DPM2Published
 from flowrl_img.samplers.solvers.table import Solver
@@ -72,7 +72,6 @@ def sample_with_tail(
     noise: Noise,
     tail: FlashTail,
     keep: Collection[int] = (),
-    ode: StepRule = EULER,
 ) -> Trajectory:
     """`sample` up to the last stochastic step, then the tail. Kept steps are those of the full grid, bit for bit.
 
@@ -84,6 +83,6 @@ def sample_with_tail(
         )
     last = max(stochastic_steps)
     levels = tail.sigmas(sigmas, last)
-    head = sample(velocity, x_1, sigmas[: last + 2], step_rule, stochastic_steps, noise, keep, ode)
+    head = sample(velocity, x_1, sigmas[: last + 2], step_rule, stochastic_steps, noise, keep)
     x0 = solve(lambda x, i, sigma: velocity(x, last + 1 + i, sigma), head.x0, levels, tail.solver, noise=None)
     return Trajectory(x0=x0, kept=head.kept)

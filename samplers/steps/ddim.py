@@ -66,6 +66,11 @@ class DDIM:
         if self.prediction not in PARTS:
             raise ValueError(f"prediction must be one of {', '.join(PARTS)}, not {self.prediction!r}")
 
+    @property
+    def calm(self) -> DDIM:
+        """The same without noise, for the steps that are not stochastic."""
+        return DDIM(0.0, self.prediction)
+
     def coefficients(self, sigmas: Tensor) -> StepTable:
         """sigmas: float64 [N+1], sqrt(1 - alpha_bar), strictly falling. Returns a table of N steps.
 

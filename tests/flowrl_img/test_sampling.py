@@ -103,6 +103,13 @@ def test_a_diffusion_family_takes_the_rules_of_diffusion_models_alone(my_parts):
         sampling.evaluation_solver_of(config)
 
 
+def test_a_diffusion_rule_says_how_it_steps_without_noise(my_parts):
+    sys.modules[my_parts].Rule = type("Rule", (), {"process": "diffusion", "coefficients": DDIM().coefficients})
+    config = recipes.load("pico", [f"model.family={my_parts}:Family", f"rollout.step={{name: '{my_parts}:Rule'}}"])
+    with pytest.raises(ValueError, match=r"rollout\.step: my_parts:Rule: .* needs `calm`"):
+        sampling.step_rule_of(config)
+
+
 def test_a_process_of_another_name_is_refused(my_parts):
     sys.modules[my_parts].Family.process = "score"
     with pytest.raises(ValueError, match="mine: process must be flow or diffusion, not 'score'"):

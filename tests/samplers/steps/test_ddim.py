@@ -18,6 +18,7 @@ from flowrl_img.samplers.diffusion import (
     sd15_grid,
     sdxl_grid,
 )
+from flowrl_img.samplers.fork import fork
 from flowrl_img.samplers.loop import sample
 from flowrl_img.samplers.steps.ddim import DDIM
 
@@ -46,7 +47,6 @@ def walk(grid, eta, prediction):
         DDIM(1.0 if eta == 0 else eta, prediction),
         range(count) if eta else (),
         lambda i: normal(100 + i),
-        ode=DDIM(0.0, prediction),
     ).x0
 
 
@@ -66,6 +66,27 @@ def test_sd15_rollouts_equal_those_of_diffusers(prediction, eta):
     expected = reference(scheduler, 10, eta)
     # diffusers takes 1 - alpha_bar in float32, which leaves 4 digits of the smallest; states are of size 1 to 10
     torch.testing.assert_close(walk(sd15_grid(10), eta, prediction), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("prediction", NAMES)
+def test_steps_outside_the_window_are_those_of_the_quiet_rule_in_every_loop(prediction):
+    scheduler, grid = DDIMScheduler(**SD15, prediction_type=NAMES[prediction]), sd15_grid(6)
+    scheduler.set_timesteps(6)
+    x = normal(0)
+    for i, t in enumerate(scheduler.timesteps):
+        x = scheduler.step(network(x, int(t)), t, x, eta=float(i == 2), variance_noise=normal(102)).prev_sample
+
+    def output(x, i, sigma):
+        return network(x, int(grid.timesteps[i]))
+
+    rule = DDIM(1.0, prediction)
+    walk = sample(output, normal(0), grid.sigmas, rule, (2,), lambda i: normal(100 + i))
+    found = fork(
+        lambda x, lane, i, sigma: output(x, i, sigma), normal(0), grid.sigmas, rule, (2,), 1,
+        lambda i: normal(100 + i).unsqueeze(1),
+    )  # fmt: skip
+    for x0 in (walk.x0, found.x0[2][:, 0]):
+        torch.testing.assert_close(x0, x, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.full
