@@ -49,8 +49,8 @@ class StepRule(Protocol):
     """A recipe for the scalars of every step of a grid.
 
     A class attribute `process` = "diffusion" says that it steps models of the noising x_t = sqrt(1 - t^2) x0 + t eps;
-    "flow", or none, that it steps flow-matching models. A diffusion rule has an attribute `calm`, its rule without noise,
-    which takes the steps that are not stochastic; those of a flow are Euler's.
+    "flow", or none, that it steps flow-matching models. A diffusion rule has an attribute `calm`, its rule without
+    noise, which takes the steps that are not stochastic; those of a flow are Euler's.
     """
 
     def coefficients(self, sigmas: Tensor) -> StepTable:

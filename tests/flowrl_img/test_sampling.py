@@ -55,7 +55,10 @@ def my_parts(monkeypatch) -> str:
         ("evaluation.solver={name: dpm3}", "evaluation.solver: no solver is called 'dpm3'; did you mean 'dpm2'?"),
         ("evaluation.solver={name: dpm2, first_order_end: 0}", "evaluation.solver: first_order_end must be at least 1"),
         ("evaluation.solver={name: heun, order: 2}", "evaluation.solver: unknown key 'order'"),
-        ("evaluation.solver={name: sa, few_step_term: true}", "evaluation.solver: sa cannot walk the grid of this model"),
+        (
+            "evaluation.solver={name: sa, few_step_term: true}",
+            "evaluation.solver: sa cannot walk the grid of this model",
+        ),
         ("rollout.tail={ratio: 0}", "rollout.tail.ratio = 0: should be greater than 0"),
         ("rollout.tail={solver: {name: sa}}", "rollout.tail: the tail adds no noise"),
         ("objective.log_prob=cube", "objective.log_prob = 'cube'"),
