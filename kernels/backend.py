@@ -48,7 +48,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "float64 inputs are computed by the reference alone"
     if interpreting():
-        return None
+        return _import_obstacle()
     if device.type != "cuda":
         return f"the tensors are on {device.type}, which has no Triton kernels here"
     return driver_obstacle()
@@ -59,14 +59,24 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("FLOWRL_KERNELS", "").lower() == "triton"
 
 
+def _import_obstacle() -> str | None:
+    """Why Triton cannot be imported, or None."""
+    try:
+        import triton.backends
+        import triton.runtime  # noqa: F401
+    except Exception as error:  # a broken install raises anything, and all of it is reported
+        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    return None
+
+
 @functools.cache
 def driver_obstacle() -> str | None:
     """Why no Triton driver is usable on this machine, or None. One usable driver is enough; several are no fault."""
-    try:
-        from triton.backends import backends
-        from triton.runtime import driver
-    except Exception as error:  # a broken install raises anything, and all of it is reported
-        return f"Triton cannot be imported ({type(error).__name__}: {error})"
+    if (obstacle := _import_obstacle()) is not None:
+        return obstacle
+    from triton.backends import backends
+    from triton.runtime import driver
+
     usable, reasons = {}, []
     for name, backend in backends.items():
         try:

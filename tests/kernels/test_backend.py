@@ -132,6 +132,14 @@ def test_absent_triton_leaves_the_reference_and_says_so(monkeypatch, caplog):
     assert "Triton cannot be imported" in caplog.text
 
 
+def test_demanding_the_interpreter_of_an_absent_triton_is_an_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.backends", None)
+    monkeypatch.setenv("FLOWRL_KERNELS", "triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(RuntimeError, match="Triton cannot be imported"):
+        use_triton(CPU, F32)
+
+
 def test_demanding_triton_without_a_driver_is_an_error(monkeypatch, backends):
     backends(nvidia=False)
     monkeypatch.setenv("FLOWRL_KERNELS", "triton")
