@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,14 +84,14 @@ def check(name: str, options: Mapping[str, Any], folder: Path | None, prompts: s
 def serve(words: Sequence[str], host: str, port: int, announce: Callable[[str], None]) -> None:
     """Serve the rewards of `NAME [key=value ...] [NAME ...]` until interrupted; a key belongs to the name before it."""
     from flowrl_img.rewards import server
-    from flowrl_img.rewards.addresses import TOKEN_VARIABLE
+    from flowrl_img.rewards.addresses import TOKEN_VARIABLE, secret_of
 
     sections = _sections(words)
     scorers = [reporting(registry.build_part(section, f"reward {section['name']!r}").scorer) for section in sections]
     labels = [scorer.label for scorer in scorers]
     if len(set(labels)) != len(labels):
         raise ValueError(f"two rewards would be served under one name: {', '.join(labels)}; set label=... for one")
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = secret_of(TOKEN_VARIABLE)
     announce(f"serving {', '.join(labels)} on http://{host}:{port}{', with a token' if token else ''}")
     server.serve(dict(zip(labels, scorers, strict=True)), host, port, token)
 

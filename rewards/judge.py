@@ -10,7 +10,6 @@ import base64
 import io
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from flowrl_img.rewards.addresses import checked_urls
+from flowrl_img.rewards.addresses import checked_urls, secret_of
 from flowrl_img.rewards.protocol import Metadata, RewardOutput, require_keys
 from flowrl_img.rewards.remote import RemoteError
 from flowrl_img.rewards.transport import Retry, ServiceError, Transport, run_together
@@ -85,7 +84,7 @@ class Judge:
     @cached_property
     def transport(self) -> Transport:
         """Its counters `retries` and `failures` tell how reliable the service was."""
-        key = os.environ.get(self.key_variable)
+        key = secret_of(self.key_variable)
         headers = {"authorization": f"Bearer {key}"} if key else {}
         urls = checked_urls("judge", self.url)
         return Transport(urls, headers, Retry(self.deadline, self.tries), self.concurrency)

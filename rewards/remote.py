@@ -7,7 +7,6 @@ wrong on the way is tried again within a deadline, then the pictures concerned a
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,7 +15,7 @@ from urllib.parse import quote
 
 import torch
 
-from flowrl_img.rewards.addresses import TOKEN_VARIABLE, checked_urls
+from flowrl_img.rewards.addresses import TOKEN_VARIABLE, checked_urls, secret_of
 from flowrl_img.rewards.known_answers import KnownAnswer
 from flowrl_img.rewards.protocol import Metadata, RewardBatch, RewardOutput, groups_of, require_keys
 from flowrl_img.rewards.score import gather_rows
@@ -76,7 +75,7 @@ class Remote:
 
     @property
     def _headers(self) -> dict[str, str]:
-        token = os.environ.get(TOKEN_VARIABLE)
+        token = secret_of(TOKEN_VARIABLE)
         return {"authorization": f"Bearer {token}"} if token else {}
 
     @property
@@ -87,7 +86,7 @@ class Remote:
     def _info(self) -> dict[str, Any]:
         """What the servers say of themselves. RemoteError when none answers, or when they disagree."""
         each = [Transport((url,), self._headers, Retry(START_SECONDS, tries=3)) for url in self.urls]
-        found = run_together([one.ask("GET", self._path, json.loads) for one in each])
+        found = run_together([one.ask("GET", self._path, _described) for one in each])
         answers = {url: info for url, info in zip(self.urls, found, strict=True) if isinstance(info, dict)}
         if not answers:
             reasons = "; ".join(str(error) for error in found)
@@ -145,6 +144,18 @@ class Remote:
         if self.scope != "point":
             return list(groups_of(batch, self.reward).values())
         return [list(range(k, min(k + self.batch, len(batch)))) for k in range(0, len(batch), self.batch)]
+
+
+def _described(content: bytes) -> dict[str, Any]:
+    """What a server says of a reward; WireError for the answer of another service."""
+    kinds = {"fingerprint": dict, "scope": str, "needs": list, "known_answers": list}
+    try:
+        info = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"the answer is no JSON: {error}") from error
+    if not isinstance(info, dict) or not all(isinstance(info.get(key), kind) for key, kind in kinds.items()):
+        raise WireError(f"what answers is no server of rewards of flowrl-img: {content[:100]!r}")
+    return info
 
 
 def _failed(reason: str, count: int) -> RewardOutput:

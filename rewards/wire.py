@@ -83,16 +83,17 @@ def _header(text: bytes, length: int) -> dict[str, Any]:
         raise WireError(f"the header should have {length} bytes, the body ends after {len(text)}")
     try:
         header = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"the header is not JSON: {error}") from error
     lists = ("ids", "prompts", "metadata", "shape")
     if not isinstance(header, dict) or not all(isinstance(header.get(key), list) for key in lists):
         raise WireError(f"the header must hold the lists {', '.join(lists)}")
     if not all(isinstance(row, dict) for row in header["metadata"]):
         raise WireError("metadata must be one object a picture")
-    if not all(
-        isinstance(text, str) for text in [*header["ids"], *header["prompts"], *(header.get("group_ids") or ())]
-    ):
+    groups = header.get("group_ids")
+    if groups is not None and not isinstance(groups, list):
+        raise WireError("group_ids must be a list or null")
+    if not all(isinstance(text, str) for text in [*header["ids"], *header["prompts"], *(groups or ())]):
         raise WireError("ids, prompts and group_ids must be strings")
     return header
 
@@ -166,8 +167,10 @@ def answer_of(content: bytes, ids: Sequence[str]) -> RewardOutput:
     try:
         rows = json.loads(content)["rows"]
         found = {row["id"]: row for row in rows}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise WireError(f"the answer is no JSON of scores ({type(error).__name__}: {error})") from error
+    if not all(isinstance(row, dict) and isinstance(row.get("details") or {}, dict) for row in rows):
+        raise WireError("the answer is no JSON of scores (each row and its details must be an object)")
     if len(rows) != len(ids) or found.keys() != set(ids):
         raise WireError(f"the answer holds {len(rows)} rows for {len(ids)} pictures, or other ids than asked")
     ordered = [found[sample] for sample in ids]
@@ -186,9 +189,13 @@ def answer_of(content: bytes, ids: Sequence[str]) -> RewardOutput:
 
 def _number(value: Any) -> float | None:
     """A finite number, which true and false are not."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's whole numbers have no limit
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _plain(entry: Any) -> Any:

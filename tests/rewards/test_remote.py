@@ -70,6 +70,9 @@ HEALING = {
     "an empty reply": [as_bytes(b"")],
     "a wrong count": [answered(lambda rows: rows[:-1])],
     "too many": [answered(lambda rows: [*rows, rows[0]])],
+    "details that are no object": [answered(lambda rows: [{**row, "details": ["x"]} for row in rows])],
+    "rows that are no objects": [answered(lambda rows: [1 for row in rows])],
+    "endless nesting": [as_bytes(b"[" * 100_000)],
     "other ids": [answered(lambda rows: [{**row, "id": f"x{row['id']}"} for row in rows])],
 }
 
@@ -102,7 +105,7 @@ def test_a_request_that_can_never_succeed_is_not_repeated(status: int) -> None:
         assert server.scored == 1
 
 
-@pytest.mark.parametrize("value", [float("nan"), None, "0.5", True])
+@pytest.mark.parametrize("value", [float("nan"), None, "0.5", True, 10**400, 1e300], ids=lambda value: str(value)[:5])
 def test_a_row_that_is_no_number_is_invalid_alone(value: Any) -> None:
     def spoil(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [rows[0], {**rows[1], "value": value}]
@@ -160,6 +163,30 @@ def test_a_server_that_hangs_at_the_start_is_told_within_ten_seconds(monkeypatch
         monkeypatch.setattr(services, "as_json", lambda info: slow(30, as_bytes(b"")))
         with pytest.raises(RemoteError, match=r"gave up after 0\.5 s"):
             remote(server.url).validate(["a"], [{}])
+
+
+@pytest.mark.parametrize(
+    "info", [{"status": "ok"}, [1], {**INFO, "fingerprint": [1]}, {**INFO, "needs": None}], ids=str
+)
+def test_another_service_at_the_address_is_told_from_a_server_of_rewards(info: Any) -> None:
+    with scripted(answered(), info=info) as server:
+        with pytest.raises(RemoteError, match=rf"{server.url}.*no server of rewards.*flowrl-img rewards serve level"):
+            remote(server.url).validate(["a"], [{}])
+
+
+@pytest.mark.parametrize("secret", ["sécret", "two\nlines"])
+def test_a_secret_that_no_header_can_hold_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, secret: str) -> None:
+    monkeypatch.setenv("FLOWRL_REWARD_TOKEN", secret)
+    with scripted(answered()) as server:
+        with pytest.raises(ValueError, match="variable FLOWRL_REWARD_TOKEN must hold printable ASCII") as told:
+            remote(server.url).validate(["a"], [{}])
+        assert secret not in str(told.value) and server.asked == []
+
+
+def test_the_newline_of_a_file_is_no_part_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLOWRL_REWARD_TOKEN", "secret\n")
+    with serving({"level": level_scorer()}, token="secret") as url:
+        Remote("level", url).validate(["a"], [{}])
 
 
 def test_an_outage_of_three_seconds_is_survived() -> None:
@@ -274,6 +301,9 @@ def test_without_the_token_nothing_is_answered(monkeypatch: pytest.MonkeyPatch) 
     ("options", "message"),
     [
         ({"url": "localhost:80"}, "must be http://host:port"),
+        ({"url": "http://a:84170"}, "must be http://host:port"),
+        ({"url": "http://a:b"}, "must be http://host:port"),
+        ({"url": "http://[::1"}, "must be http://host:port"),
         ({"url": ()}, "must name a server"),
         ({"url": "http://a", "encoding": "pickle"}, "png, raw, got 'pickle'"),
         ({"url": "http://a", "batch": 0}, "at least 1"),

@@ -45,6 +45,12 @@ def test_a_batch_arrives_as_it_was_sent(encoding: str, groups: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("groups", [5, "ppq", {"p": 1}], ids=str)
+def test_groups_that_are_no_list_are_refused(groups: Any) -> None:
+    with pytest.raises(WireError, match="group_ids must be a list or null"):
+        unpack_batch(body(group_ids=groups))
+
+
 def test_metadata_that_is_no_json_is_refused_before_it_is_sent() -> None:
     odd = RewardBatch(batch().images[:1], [""], [{"when": object()}], ["a"])
     with pytest.raises(ValueError, match="metadata must be JSON to be sent"):
