@@ -10,6 +10,7 @@ import hmac
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,10 +48,11 @@ def serve(scorers: Mapping[str, Scorer], host: str, port: int, token: str | None
 def create_app(scorers: Mapping[str, Scorer], token: str | None = None, max_bytes: int = MAX_BYTES) -> Any:
     """The FastAPI application of `serve`. WeightsError when FastAPI is not installed."""
     fastapi = library("serving", "fastapi", EXTRA)
+    from anyio.to_thread import run_sync
     from fastapi import Depends, HTTPException, Request
     from starlette.concurrency import run_in_threadpool
 
-    def authorised(request: Request) -> None:
+    async def authorised(request: Request) -> None:  # async: it must not wait for a free thread
         given = request.headers.get("authorization", "")
         if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, f"a token is needed: Authorization: Bearer <the value of {TOKEN_VARIABLE}>")
@@ -97,18 +99,22 @@ def create_app(scorers: Mapping[str, Scorer], token: str | None = None, max_byte
         desk = desk_of(name)
         if request.headers.get("content-type") != CONTENT_TYPE:
             raise HTTPException(415, f"the content type must be {CONTENT_TYPE}")
-        try:
-            batch = unpack_batch(await body_of(request))
-        except WireError as error:
-            raise HTTPException(400, str(error)) from error
         if desk.waiting >= MAX_WAITING:
             raise HTTPException(503, f"{MAX_WAITING} requests wait for {name!r}: come back later")
+        desk.waiting += 1
         try:
-            return pack_answer(await run_in_threadpool(desk.score, batch))
+            batch = await run_in_threadpool(unpack_batch, await body_of(request))
+            return pack_answer(await run_sync(desk.score, batch, limiter=desk.gate))
+        except WireError as error:
+            raise HTTPException(400, str(error)) from error
         except ValueError as error:  # metadata that the reward needs, an answer that breaks the protocol
             raise HTTPException(422, str(error)) from error
+        except HTTPException:
+            raise
         except Exception as error:
             raise HTTPException(500, f"{type(error).__name__}: {error}") from error
+        finally:
+            desk.waiting -= 1
 
     return app
 
@@ -128,11 +134,21 @@ async def _json(body_of: Callable[[Any], Awaitable[bytes]], request: Any) -> dic
 
 
 class _Desk:
-    """One reward at a time scores one batch: models keep state and share memory."""
+    """One reward at a time scores one batch: models keep state and share memory.
+
+    waiting: requests for it under way, counted in the event loop.
+    """
 
     def __init__(self, scorer: Scorer) -> None:
         self.scorer, self.lock, self.waiting = scorer, threading.Lock(), 0
         self._info: dict[str, Any] | None = None
+
+    @cached_property
+    def gate(self) -> Any:
+        """Requests wait here and not in threads, of which the server has few for everything it answers."""
+        from anyio import CapacityLimiter
+
+        return CapacityLimiter(1)
 
     def info(self) -> dict[str, Any]:
         """Put together once, so that a client at its start does not wait for the batch of another."""
@@ -151,15 +167,11 @@ class _Desk:
         }  # fmt: skip
 
     def score(self, batch: RewardBatch) -> RewardOutput:
-        self.waiting += 1
-        try:
-            with self.lock:
-                return self._score(batch)
-        finally:
-            self.waiting -= 1
+        """One picture that a scorer dies of fails alone, not with the others of its request."""
+        with self.lock:
+            return self._score(batch)
 
     def _score(self, batch: RewardBatch) -> RewardOutput:
-        """One picture that a scorer dies of fails alone, not with the others of its request."""
         try:
             return self.scorer(batch)
         except ValueError:

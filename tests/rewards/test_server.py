@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -132,6 +133,40 @@ def test_health_is_answered_while_a_batch_is_scored_and_too_many_are_sent_away(
         for thread in threads:
             thread.join(10)
         assert codes == [503, 200, 200]
+
+
+def test_many_waiting_requests_keep_neither_health_nor_another_reward_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    many = 48  # more than the threads of the server
+    go, arrived = threading.Event(), []
+
+    def wait(images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+        go.wait(120)
+        return [1.0] * len(images)
+
+    def quick(images: torch.Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+        return [2.0] * len(images)
+
+    def unpack(body: bytes) -> RewardBatch:
+        arrived.append(len(body))
+        return wire.unpack_batch(body)
+
+    monkeypatch.setattr(server, "unpack_batch", unpack)
+    with serving({"slow": scorer(wait), "quick": scorer(quick)}) as url, ThreadPoolExecutor(many) as pool:
+
+        def post(name: str, timeout: float = 150) -> int:
+            address, body = f"{url}/v1/rewards/{name}/score", wire.pack_batch(batch())
+            return httpx.post(address, content=body, headers=HEADERS, timeout=timeout, verify=False).status_code
+
+        waiting = [pool.submit(post, "slow") for _ in range(many)]
+        try:
+            while len(arrived) < many:
+                time.sleep(0.05)
+            for path in ("/health", "/v1/rewards/slow", "/v1/rewards/quick"):
+                assert httpx.get(f"{url}{path}", timeout=30, verify=False).status_code == 200
+            assert post("quick", timeout=30) == 200
+        finally:
+            go.set()
+        assert [one.result() for one in waiting] == [200] * many
 
 
 def test_a_token_guards_every_address() -> None:
