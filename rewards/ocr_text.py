@@ -33,17 +33,19 @@ def extract_targets(prompt: str) -> list[str]:
 def targets_of(prompt: str, metadata: Metadata) -> list[str]:
     """Texts that the picture must show: metadata `ocr_target` (a text or a list), else the quoted parts of the prompt.
 
-    ValueError when there is none, or more than MAX_TARGETS.
+    ValueError when there is none, more than MAX_TARGETS, or something that is no text.
     """
     named = metadata.get("ocr_target")
-    texts = extract_targets(prompt) if named is None else [named] if isinstance(named, str) else list(named)
+    texts = extract_targets(prompt) if named is None else named if isinstance(named, (list, tuple)) else [named]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"the metadata key 'ocr_target' must be a text or a list of texts, got {named!r}")
     if not texts or not all(normalise(text) for text in texts):
         raise ValueError(
             f"no text to look for in {prompt!r}: put it in double quotes or in the metadata key 'ocr_target'"
         )
     if len(texts) > MAX_TARGETS:
         raise ValueError(f"{len(texts)} texts asked for in {prompt!r}; at most {MAX_TARGETS} can be scored")
-    return texts
+    return list(texts)
 
 
 def normalise(text: str) -> str:

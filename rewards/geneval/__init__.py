@@ -154,6 +154,10 @@ def _without_colors(row: Metadata) -> Metadata:
 
 def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None:
     """ValueError when a record asks for what cannot be judged."""
+    for key in ("include", "exclude"):
+        clauses = row.get(key, ())
+        if not isinstance(clauses, (list, tuple)) or not all(isinstance(clause, Mapping) for clause in clauses):
+            raise ValueError(f"'{key}' must be a list of objects with 'class' and 'count', got {clauses!r}")
     if not row["include"]:
         raise ValueError("'include' is empty: name at least one class")
     for index, clause in enumerate([*row["include"], *row.get("exclude", ())]):
@@ -165,7 +169,10 @@ def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None
         if "color" in clause:
             _known("colour", clause["color"], colors)
         if "position" in clause:
-            relation, reference = clause["position"]
+            placed = clause["position"]
+            if not isinstance(placed, (list, tuple)) or len(placed) != 2 or not isinstance(placed[1], int):
+                raise ValueError(f"position must be [relation, number of an earlier clause], got {placed!r}")
+            relation, reference = placed
             _known("relation", relation, RELATIONS)
             if not 0 <= reference < index:
                 raise ValueError(f"position of {clause['class']!r} must refer to an earlier clause, got {reference}")

@@ -95,6 +95,12 @@ def test_the_prompts_of_the_world_are_accepted() -> None:
             "unknown relation 'over'",
         ),
         ({**CIRCLE, "exclude": [{"class": "hat", "count": 1}]}, "unknown class 'hat'"),
+        ({"tag": "x", "include": ["circle"]}, "'include' must be a list of objects"),
+        ({"tag": "x", "include": 5}, "'include' must be a list of objects"),
+        ({**CIRCLE, "exclude": None}, "'exclude' must be a list of objects"),
+        ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": "above"}]}, "position must be"),
+        ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": ["above", "0"]}]}, "position must be"),
+        ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": None}]}, "position must be"),
     ],
 )
 def test_a_record_that_cannot_be_judged_is_refused_with_its_line(row: dict, message: str) -> None:

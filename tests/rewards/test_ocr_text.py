@@ -40,6 +40,12 @@ def test_a_prompt_without_a_text_is_an_error_that_says_what_to_add(metadata: dic
         targets_of("a sign", metadata)
 
 
+@pytest.mark.parametrize("named", [2024, ["A", 5], {"a": 1}], ids=str)
+def test_a_target_that_is_no_text_is_an_error_and_no_crash(named: object) -> None:
+    with pytest.raises(ValueError, match="'ocr_target' must be a text or a list of texts"):
+        targets_of("a sign", {"ocr_target": named})
+
+
 def test_more_texts_than_can_be_scored_are_an_error() -> None:
     with pytest.raises(ValueError, match="at most 5"):
         targets_of(" ".join(f'"{k}"' for k in "ABCDEF"), {})
