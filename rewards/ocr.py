@@ -91,7 +91,7 @@ class Ocr:
             for text, wanted in zip(texts, targets, strict=True)
         ]
         exact = [
-            text is not None and MODES["full"](normalise(text), wanted) == 1.0
+            None if text is None else MODES["full"](normalise(text), wanted) == 1.0
             for text, wanted in zip(texts, targets, strict=True)
         ]
         return RewardOutput.of(values, {"text": texts, "exact": exact, "error": errors})
