@@ -6,10 +6,16 @@ Rounding happens in float32 (in bf16 a fifth of all pixels would move by one lev
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import IO
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
 from torch import Tensor
 
-__all__ = ["RANGE_SLACK", "to_uint8"]
+__all__ = ["RANGE_SLACK", "read_picture", "to_uint8"]
 
 RANGE_SLACK = 1e-3  # below half an 8-bit level (1 / 510): more than that is another range, not rounding
 
@@ -33,3 +39,9 @@ def to_uint8(images: Tensor) -> tuple[Tensor, Tensor]:
             )
     pixels = (images * 255).round().clamp(0, 255).to(torch.uint8)
     return pixels.permute(0, 2, 3, 1).contiguous(), finite
+
+
+def read_picture(file: Path | IO[bytes]) -> NDArray[np.uint8]:
+    """uint8 [H, W, 3] RGB, upright as its EXIF data say. OSError for what is no picture."""
+    with Image.open(file) as picture:
+        return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

@@ -20,6 +20,7 @@ from torch import Tensor
 from flowrl_img.rewards.clip_model import Clip
 from flowrl_img.rewards.geneval.detection import Detection, Picture
 from flowrl_img.rewards.neural import scoring, unit
+from flowrl_img.rewards.pretrained import WeightsError
 
 __all__ = ["COLORS", "TEMPLATES", "ClipColors", "cut_out"]
 
@@ -61,8 +62,13 @@ class ClipColors:
         with scoring(self._clip.device):
             crops = [torch.from_numpy(np.array(cut_out(image, found)))[None] for found in detections]
             pixels = torch.cat([self._clip.pixels.pictures(crop) for crop in crops])
-            seen = self._clip.embed_pixels(pixels.to(self._clip.device))
-            return [COLORS[k] for k in (seen @ self._text(label).T).argmax(1).tolist()]
+            seen = self._clip.embed_pixels(pixels.to(self._clip.device)) @ self._text(label).T
+            if not seen.isfinite().all():  # the first colour would be the largest of ten NaN
+                raise WeightsError(
+                    f"clip_colors.model = {self.model} gives an embedding that is zero or not finite: "
+                    "its weights are broken"
+                )
+            return [COLORS[k] for k in seen.argmax(1).tolist()]
 
     def _text(self, label: str) -> Tensor:
         if label not in self._texts:

@@ -17,11 +17,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl_img.rewards.geneval.detection import Detection, Picture
+from flowrl_img.rewards.images import read_picture
 from flowrl_img.rewards.neural import frozen, pick_device, scoring
 from flowrl_img.rewards.pretrained import (
     WEIGHTS,
@@ -108,6 +108,10 @@ class Mask2Former:
             with scoring(self._device):
                 inputs, inner = prepared(pixels, self.short, self.long)
                 seen = self.network(pixel_values=inputs)
+                if not all(out.isfinite().all() for out in (seen.class_queries_logits, seen.masks_queries_logits)):
+                    raise WeightsError(  # compared with a threshold NaN would be "nothing found", which is a verdict
+                        f"mask2former.model = {self.model} gives numbers that are not finite: its weights are broken"
+                    )
                 for classes, masks in zip(seen.class_queries_logits, seen.masks_queries_logits, strict=True):
                     found.append(instances(classes, masks, tuple(inputs.shape[2:]), inner, chunk[0].shape[:2]))
         return found
@@ -118,7 +122,7 @@ class Mask2Former:
             return []
         path = Path(self.known)
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        return [(np.asarray(Image.open(path.parent / row["file"]).convert("RGB")), row) for row in rows]
+        return [(read_picture(path.parent / row["file"]), row) for row in rows]
 
 
 def prepared(images: Tensor, short: int, long: int) -> tuple[Tensor, tuple[int, int]]:

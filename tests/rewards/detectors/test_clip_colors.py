@@ -56,6 +56,14 @@ def test_a_colour_is_the_nearest_mean_of_three_templates() -> None:
     assert list(made._texts) == ["cat"]  # encoded once, and only for what was there
 
 
+def test_an_embedding_that_is_not_finite_is_an_error_and_not_the_first_colour() -> None:
+    made = classifier()
+    with torch.no_grad():
+        made._clip.network.visual_projection.weight.fill_(float("nan"))
+    with pytest.raises(WeightsError, match=r"clip_colors\.model = .* not finite"):
+        made.classify(picture(), [Detection("cat", 0.9, (0, 0, 9, 9))], "cat")
+
+
 def test_weights_without_quick_gelu_are_refused() -> None:
     gelu = ClipColors(**tiny_models.pair(tiny_models.clip_folder()))
     with pytest.raises(WeightsError, match="runs gelu, the weights were trained with quick_gelu"):

@@ -109,6 +109,14 @@ def test_a_checkpoint_whose_keys_are_renamed_is_refused_with_counts(tmp_path: Pa
         detector(model=str(folder)).detect([noise(64, 64)])
 
 
+def test_numbers_that_are_not_finite_are_an_error_and_not_an_empty_picture() -> None:
+    made = detector()
+    with torch.no_grad():
+        next(made.network.parameters()).fill_(float("nan"))
+    with pytest.raises(WeightsError, match=r"mask2former\.model = .* not finite"):
+        made.detect([noise(64, 64)])
+
+
 def test_a_model_of_other_classes_is_refused(tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_models.mask2former_folder(), tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
