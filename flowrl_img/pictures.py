@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
 
 from flowrl_img.prompts import load_prompts
+from flowrl_img.rewards.images import read_picture
 from flowrl_img.rewards.protocol import Metadata, RewardBatch
 from flowrl_img.types import PromptSet
 
@@ -34,7 +34,7 @@ def load_pictures(folder: Path, prompts: str) -> list[RewardBatch]:
     if not files:
         raise FileNotFoundError(f"{folder} holds no picture ({', '.join(SUFFIXES)})")
     rows = _joined(files, load_prompts(prompts), prompts)
-    pixels = {path: np.asarray(Image.open(path).convert("RGB")) for path in files}
+    pixels = {path: read_picture(path) for path in files}
     return [_batch([path for path in files if pixels[path].shape == shape], pixels, rows) for shape in _shapes(pixels)]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl_img import plugins
+from flowrl_img.folders import writable
 from flowrl_img.pictures import load_pictures
 from flowrl_img.recipes import apply_override, parse_override
 from flowrl_img.resources import assets
@@ -53,6 +54,8 @@ def score(name: str, options: Mapping[str, Any], folder: Path, prompts: str, out
     batches = load_pictures(folder, prompts)
     for batch in batches:
         reward.validate(batch.prompts, batch.metadata)
+    if out is not None:
+        writable(out.parent, "--out")
     scorer = Scorer(reward, failures=FailureBudget("mask", share=1.0))
     rows = sorted(row for batch in batches for row in _rows(scorer, batch))
     if out is not None:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from flowrl_img.rewards.addresses import checked_urls, secret_of
+from flowrl_img.rewards.images import read_picture
 from flowrl_img.rewards.protocol import Metadata, RewardOutput, require_keys
 from flowrl_img.rewards.remote import RemoteError
 from flowrl_img.rewards.transport import Retry, ServiceError, Transport, run_together
@@ -127,7 +128,7 @@ def source_of(name: str, row: Metadata) -> Pixels:
     inside = given.startswith(DATA_URI)
     try:
         stream = io.BytesIO(base64.b64decode(given.removeprefix(DATA_URI))) if inside else Path(given)
-        return np.asarray(Image.open(stream).convert("RGB"))
+        return read_picture(stream)
     except (OSError, ValueError) as error:
         shown = f"{DATA_URI}..." if inside else given
         raise ValueError(

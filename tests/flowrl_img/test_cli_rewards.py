@@ -75,6 +75,27 @@ def test_score_prints_and_writes_a_line_for_each_picture(run, pictures, tmp_path
     assert "2 of 2 scored" in out
 
 
+def test_a_picture_is_turned_as_its_exif_data_say(tmp_path):
+    from flowrl_img.pictures import load_pictures
+
+    turned = Image.new("RGB", (20, 10))
+    exif = turned.getexif()
+    exif[0x0112] = 6  # a quarter turn
+    turned.save(tmp_path / "a.jpg", exif=exif)
+    (tmp_path / "p.txt").write_text("a ring\n")
+    [batch] = load_pictures(tmp_path, str(tmp_path / "p.txt"))
+    assert batch.images.shape == (1, 20, 10, 3)
+
+
+def test_a_place_for_the_scores_that_cannot_be_written_is_told_before_anything_is_scored(run, pictures, monkeypatch):
+    from flowrl_img.rewards.jpeg import Jpeg
+
+    monkeypatch.setattr(Jpeg, "__call__", lambda *_: pytest.fail("scored"))
+    file = prompts(pictures, {})
+    code, _, error = run("score", "jpeg", pictures, "--prompts", file, "--out", pictures / "a.jpg" / "scores.jsonl")
+    assert code == 2 and "give another folder with --out" in error
+
+
 def test_pictures_are_joined_with_prompts_by_name(run, pictures, tmp_path):
     rows = [{"file": "b.png", "ocr_target": "X"}, {"file": "a.jpg", "ocr_target": "YZ"}, {"file": "c.png"}]
     code, out, _ = run("score", "sample_rewards:broken_for_rings", pictures, "--prompts", prompts(pictures, *rows))
