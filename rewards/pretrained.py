@@ -122,12 +122,15 @@ def _download(option: str, repository: str, names: Sequence[str], revision: str 
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a checkpoint on the CPU, tensors and plain containers only: unpickling never runs code."""
-    if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
-        return dict(load_file(path))
     try:
+        if path.suffix == ".safetensors":
+            return dict(load_file(path))
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, EOFError, RuntimeError) as error:
+        raise WeightsError(f"{path} is damaged or incomplete ({_first_line(error)}): get it again") from error
     except pickle.UnpicklingError as error:
         raise WeightsError(
             f"{path} holds more than tensors, and reading it could run foreign code. If you trust where it is from, "
@@ -136,6 +139,10 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds a {type(content).__name__} instead of named tensors; give another checkpoint")
     return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def load_strict(module: nn.Module, weights: Mapping[str, Tensor], what: str) -> None:

@@ -99,6 +99,15 @@ def test_reading_a_checkpoint_runs_no_code(tmp_path: Path) -> None:
         read(tmp_path / "list.pt")
 
 
+def test_a_damaged_checkpoint_is_told_as_such(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    for name, content in (("cut.pt", whole[: len(whole) // 2]), ("empty.pt", b""), ("cut.safetensors", b"x" * 12)):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(WeightsError, match=f"{name} is damaged or incomplete"):
+            read(tmp_path / name)
+
+
 def test_weights_that_do_not_fit_are_counted() -> None:
     layer = nn.Linear(2, 3)
     with pytest.raises(
