@@ -60,9 +60,16 @@ class FunctionReward:
                     f"reward '{self.name}' must return one number per pair: [{len(batch)}], got {list(answer.shape)}"
                 )
             answer = cast("list[float | None]", answer.detach().float().tolist())
-        if len(answer) != len(batch):
-            raise ValueError(f"reward '{self.name}' returned {len(answer)} numbers for {len(batch)} pictures")
-        return RewardOutput.of(answer)
+        try:
+            count, output = len(answer), RewardOutput.of(answer)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"reward '{self.name}' must return {len(batch)} numbers (a sequence or a tensor [{len(batch)}], None for "
+                f"a failed row), got {type(answer).__name__}: {error}"
+            ) from error
+        if count != len(batch):
+            raise ValueError(f"reward '{self.name}' returned {count} numbers for {len(batch)} pictures")
+        return output
 
 
 def load(name: str, **options: Any) -> Reward:

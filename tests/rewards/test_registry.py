@@ -8,6 +8,7 @@ from importlib import metadata
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,6 +44,13 @@ def test_a_plain_function_by_path_is_a_reward(plugin_module: str) -> None:
     reward = registry.load(f"{plugin_module}:brightness", gain=2.0)
     out = score(reward, torch.ones(2, 3, 4, 4), ["", ""], [{}, {}], ["a", "b"])
     assert out.values.tolist() == [510.0, 510.0]
+
+
+@pytest.mark.parametrize("answer", [1.0, None, ["a", "b"], np.ones((2, 1, 1))], ids=str)
+def test_a_function_that_gives_no_numbers_is_told_what_to_return(answer: Any) -> None:
+    reward = registry.FunctionReward(lambda images, prompts, metadata: answer, "mine")
+    with pytest.raises(ValueError, match="reward 'mine' must return 2 numbers"):
+        score(reward, torch.ones(2, 3, 4, 4), ["", ""], [{}, {}], ["a", "b"])
 
 
 def test_a_ready_reward_by_path_is_itself(plugin_module: str) -> None:
