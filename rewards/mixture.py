@@ -102,7 +102,7 @@ class Mixture:
         return {part.scorer.label: part.weight for part in self.parts}
 
     def __call__(self, batch: RewardBatch) -> RewardOutput:
-        """values: the aggregate of each row by pointwise transforms alone, float32 [B].
+        """values: the aggregate of each row by pointwise transforms alone, float32 [B], NaN where it has none.
 
         Details: under each label the raw values, `label/detail` its details (so `geneval/strict`), `error` the reasons.
         InvalidScoreError when a part fails more than it may.
@@ -116,6 +116,10 @@ class Mixture:
             if part.weight != 0:
                 errors = _first_error(errors, label, output)
         combined = self._combined(_tensors({label: details[label] for label in self.labels}), (), pointwise=True)
+        errors = [
+            error or (None if ok else "aggregate geometric has no value for a reward below 0")
+            for error, ok in zip(errors, combined.valid.tolist(), strict=True)
+        ]
         return RewardOutput(combined.values.float(), combined.valid, details | {"error": errors}, batch.ids)
 
     def columns(self, output: RewardOutput) -> dict[str, list[float]]:
@@ -154,7 +158,8 @@ class Mixture:
         if not pointwise:
             counted = {label: columns[label] for label in weighted}
             columns = {part.scorer.label: _over_rollout(part, columns, counted, groups) for part in self.parts}
-        values = _geometric(columns, weighted) if self.aggregate == "geometric" else _sum(columns, weighted)
+        combine = _sum if self.aggregate != "geometric" else _roots if pointwise else _geometric
+        values = combine(columns, weighted)
         if self.aggregate in ("sum", "geometric"):
             return Combined(values, ~values.isnan(), columns, {"reward": values}, {"reward": 1.0}, "sum")
         terms = {label: columns[label] for label in weighted}
@@ -185,13 +190,19 @@ def _sum(columns: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
 
 
 def _geometric(columns: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """prod r ** (w / sum of w)."""
+    """`_roots` of the values that are trained on, which must not be negative."""
     for label in weights:
         if (columns[label] < 0).any():
             raise InvalidScoreError(
                 f"aggregate geometric needs values of 0 or more, reward '{label}' gave "
                 f"{columns[label].nan_to_num().min():.4g}: shift it by the transform 'affine', or cut it by 'clip'"
             )
+    return _roots(columns, weights)
+
+
+def _roots(columns: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
+    """prod r ** (w / sum of w); NaN where a value is negative, which a rank may still put right."""
+    columns = {label: columns[label].where(columns[label] >= 0, torch.nan) for label in weights}
     total = sum(weights.values())
     return torch.stack([columns[label] ** (weight / total) for label, weight in weights.items()]).prod(0)
 
