@@ -28,7 +28,7 @@ TASK = (
     "to 5 after 'Final Score:'.\nYour task is provided as follows:\nText Caption: [{prompt}]"
 )
 LOW, HIGH = 1.0, 5.0
-_SCORE = re.compile(r"final\s*score\W{0,8}?(-?\d+(?:\.\d+)?)(?:\s*/\s*(\d+))?", re.IGNORECASE)
+_SCORE = re.compile(r"final\s*score\W{0,8}?(-?\d(?:[\d.,–-]*\d)?)(?:\s*/\s*(\d+))?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -76,11 +76,14 @@ class UnifiedReward:
 def final_score(text: str) -> float | None:
     """The last number after "final score" in any case and dress (**Final Score:** [4]); None outside 1 to 5.
 
-    The whole number counts, so 10 is no 1; "4/5" is 4, another denominator is no mark.
+    The whole number counts, so 10 is no 1; "4/5" is 4, another denominator is no mark, nor is "4-5" or "4,5".
     """
     found = _SCORE.findall(text)
     if not found:
         return None
     number, denominator = found[-1]
-    mark = float(number)
+    try:
+        mark = float(number)
+    except ValueError:  # two numbers
+        return None
     return mark if LOW <= mark <= HIGH and denominator in ("", "5") else None
