@@ -91,11 +91,20 @@ def latest(folder: Path) -> Path:
     return max(complete, key=lambda p: int(p.name[11:]))
 
 
-def load_adapter_tensors(folder: Path, weights: WeightSets, label: str) -> None:
-    """Load the set `label` ("ema", "current") of a checkpoint into the current weights."""
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    """ValueError for a file that is cut off or something else."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    state = load_file(latest(folder) / "state.safetensors")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged ({error}): delete its checkpoint to go on from the one before") from error
+
+
+def load_adapter_tensors(folder: Path, weights: WeightSets, label: str) -> None:
+    """Load the set `label` ("ema", "current") of a checkpoint into the current weights."""
+    state = _read(latest(folder) / "state.safetensors")
     _check(set(state), {f"{label}.{n}" for n in weights.trainable}, subset=True)
     with torch.no_grad():
         for name, parameter in weights.trainable.items():
@@ -104,11 +113,9 @@ def load_adapter_tensors(folder: Path, weights: WeightSets, label: str) -> None:
 
 def load_checkpoint(folder: Path, trainer: Any) -> None:
     """Put a run back exactly where the checkpoint was taken. ValueError on a missing or extra tensor."""
-    from safetensors.torch import load_file
-
     source = latest(folder)
     manifest = json.loads((source / MANIFEST).read_text())
-    state = load_file(source / "state.safetensors")
+    state = _read(source / "state.safetensors")
     _check(set(state), set(manifest["tensors"]))
     if set(manifest["histories"]) != set(trainer.histories):
         raise ValueError(

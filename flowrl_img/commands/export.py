@@ -24,7 +24,7 @@ def export(
     ] = None,
     dtype: Annotated[str, typer.Option(help="Precision of merged weights: fp32, bf16 or fp16.")] = "fp32",
     verify: Annotated[bool, typer.Option(help="Reload every file with stock diffusers and compare outputs.")] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the folder if it is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an earlier export.")] = False,
 ) -> None:
     """Write a run's tuned weights for other programs, proven to load there, with a model card."""
     with reported():

@@ -17,8 +17,9 @@ from flowrl_img.prompts import load_prompts
 from flowrl_img.run import model_source
 from flowrl_img.tables import markdown
 
-__all__ = ["licence_of", "write_card"]
+__all__ = ["MADE_BY", "licence_of", "write_card"]
 
+MADE_BY = "Made by flowrl-img"
 CURVE, BEFORE_AFTER = "curve.png", "before_after.png"
 UNKNOWN = "unknown"
 
@@ -39,7 +40,7 @@ def write_card(
     parts = [
         _head(config, licence),
         f"# {config.name}",
-        f"{config.description or 'Tuned by reinforcement learning'}. Made by flowrl-img {__version__}.",
+        f"{config.description or 'Tuned by reinforcement learning'}. {MADE_BY} {__version__}.",
         _facts(config, run, licence),
         _results(config, run),
         *([f"![reward over updates]({CURVE})"] if curve else []),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from flowrl_img import recipes
 from flowrl_img.checkpoint import latest, load_adapter_tensors, save_adapter
 from flowrl_img.config import Config
-from flowrl_img.export.card import write_card
+from flowrl_img.export.card import MADE_BY, write_card
 from flowrl_img.export.comfyui import to_comfyui
 from flowrl_img.export.merge import merge
 from flowrl_img.export.verify import Expected, Job, VerificationError, expect, verify
@@ -64,8 +65,9 @@ def export_run(run: Path, ask: Ask) -> Iterator[str]:
     formats = _formats(config, ask)
     label = _weight_set(config, ask)
     out = ask.out or run / "export"
-    if out.exists() and not ask.overwrite:
-        raise FileExistsError(f"{out} is there already: give another folder with --out, or --overwrite")
+    _check_free(out, ask.overwrite)
+    if "comfyui" in formats:
+        to_comfyui(read_lora(checkpoint / "adapter" / LORA_NAME).pairs)  # refuses a module without a name there
     source = model_source(config.model.path)
     prompt = load_prompts(config.prompts.evaluation).texts[0]
     part = writable(out.with_name(f".{out.name}.part"), "--out")
@@ -96,6 +98,18 @@ def export_run(run: Path, ask: Ask) -> Iterator[str]:
         shutil.rmtree(out)
     part.rename(out)
     yield f"exported to {out}: {', '.join(sorted(files.values()))}"
+
+
+def _check_free(out: Path, overwrite: bool) -> None:
+    """FileExistsError where `out` is there and may not be replaced: --overwrite replaces exports and empty folders."""
+    if not out.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{out} is there already: give another folder with --out, or --overwrite")
+    card = out / "README.md"
+    made = card.is_file() and MADE_BY in card.read_text(encoding="utf-8", errors="replace")
+    if not out.is_dir() or (any(out.iterdir()) and not made):
+        raise FileExistsError(f"{out} holds no earlier export, so it is not replaced: give another folder with --out")
 
 
 def _config(run: Path) -> Config:
@@ -136,7 +150,8 @@ def _write(
         from safetensors.torch import save_file
 
         (part / "comfyui").mkdir()
-        files["comfyui"] = f"comfyui/{config.name}.safetensors"
+        name = re.sub(r"[^\w.-]+", "-", config.name)
+        files["comfyui"] = f"comfyui/{name}.safetensors"
         tensors = to_comfyui(read_lora(part / LORA_NAME).pairs)
         save_file(tensors, part / files["comfyui"], metadata={"format": "pt", "base": config.model.path})
         jobs.append(Job("comfyui", COMFYUI_FAMILIES[config.model.family], part / files["comfyui"]))

@@ -144,6 +144,14 @@ def test_export_of_what_is_no_run_or_does_not_have_the_format(call, written, tmp
     refused(call("export", run, "--out", "x"), "no complete checkpoint")
 
 
+def test_export_of_a_module_that_comfyui_has_no_name_for(call, written):
+    run = written()
+    stem = "transformer.transformer_blocks.0.norm1_context.linear"
+    tensors = {f"{stem}.lora_A.weight": torch.zeros(4, 32), f"{stem}.lora_B.weight": torch.zeros(192, 4)}
+    save_file(tensors, run / "checkpoint-000004" / "adapter" / "pytorch_lora_weights.safetensors")
+    refused(call("export", run, "--format", "comfyui"), "no ComfyUI name for the adapter of")
+
+
 def test_export_of_full_weights_has_no_lora_and_of_a_run_without_average_no_ema(call, written):
     run = written(weights={"kind": "full", "ema": None})
     refused(

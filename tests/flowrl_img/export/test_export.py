@@ -154,6 +154,35 @@ def test_an_export_replaces_another_only_when_asked(tiny_run):
     assert not (run / "export" / "stray").exists()
 
 
+def test_an_export_replaces_nothing_but_an_export(tiny_run, tmp_path, monkeypatch):
+    from flowrl_img.export import run as module
+
+    run = tiny_run()
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "README.md").write_text("mine")
+    monkeypatch.setattr(module, "load_model", lambda *_: pytest.fail("a model was loaded"))
+    for out in (run, run.parent, tmp_path / "mine", tmp_path / "file"):
+        with pytest.raises(FileExistsError, match="holds no earlier export, so it is not replaced"):
+            list(export_run(run, Ask(out=out, verify=False, overwrite=True)))
+    assert (run / "config.yaml").exists() and (tmp_path / "file").read_text() == "mine"
+
+
+def test_any_name_of_a_run_names_a_file_of_comfyui(tiny_run):
+    run = tiny_run()
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("name: pico", "name: exp/a b", 1))
+    list(export_run(run, Ask(formats=("comfyui",), verify=False)))
+    assert (run / "export" / "comfyui" / "exp-a-b.safetensors").exists()
+
+
+def test_a_checkpoint_that_is_cut_off_is_told_as_such(tiny_run):
+    run = tiny_run()
+    (run / "checkpoint-000004" / "state.safetensors").write_bytes(b"x" * 20)
+    with pytest.raises(ValueError, match=r"state\.safetensors is damaged"):
+        list(export_run(run, Ask(verify=False)))
+
+
 def trained(tiny_trainer, **sections) -> tuple:
     trainer = tiny_trainer(**sections)
     return trainer, expect(trainer.model, trainer.weights, "a photo of a ring", 2, 1.0)
