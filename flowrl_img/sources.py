@@ -7,7 +7,8 @@ LoRA file or folder, a folder with a whole tuned network in `transformer/`, or a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from flowrl_img.scales import Scale
 
 __all__ = ["Sides", "Source", "Subject", "open_subject", "split_words"]
 
+NETWORK_FILE = "diffusion_pytorch_model.safetensors"
 LORA_NAME = "pytorch_lora_weights.safetensors"
 KINDS = "a run folder, a checkpoint, a LoRA (.safetensors or its folder), a folder with transformer/, or a hub id"
 
@@ -82,14 +84,18 @@ class NetworkSource:
 
     def check(self, config: Config) -> None:
         family = plugins.resolve("models", config.model.family, where="model.family")
-        base, tuned = (
-            {name: tuple(p.shape) for name, p in family.blueprint(path).named_parameters()}
-            for path in (model_source(config.model.path), str(self.file))
-        )
-        if base != tuned:
+        base, tuned = (family.blueprint(path) for path in (model_source(config.model.path), str(self.file)))
+        if _shapes(base.named_parameters()) != _shapes(tuned.named_parameters()):
             raise ValueError(
                 f"the network in {self.file} has another architecture than {config.model.path}: "
                 "give the base it was made from with model.path=..."
+            )
+        wanted, held = _shapes(tuned.state_dict().items()), _held(self.file / "transformer")
+        wrong = sorted(name for name in {**wanted, **held} if wanted.get(name) != held.get(name))
+        if wrong:
+            raise ValueError(
+                f"the weights in {self.file / 'transformer'} are not those of its config.json: {len(wrong)} tensors "
+                f"are missing, too many or of another shape, such as {wrong[0]}"
             )
 
     def side(self, model: Any, name: str) -> Side:
@@ -97,6 +103,27 @@ class NetworkSource:
             self.file, subfolder="transformer", torch_dtype=model.network.dtype, use_safetensors=True
         )
         return Side(model.with_network(network.to(model.device).requires_grad_(False).eval()))
+
+
+def _shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors}
+
+
+def _held(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors in a folder's safetensors files; ValueError for a damaged one."""
+    from safetensors import SafetensorError, safe_open
+
+    index, found = folder / f"{NETWORK_FILE}.index.json", {}
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [NETWORK_FILE]
+    for name in names:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} holds no {name}: give {KINDS}")
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{folder / name} is not a safetensors file: {error}") from None
+    return found
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from flowrl_img.draw import Ask, Request, parse_seeds, sample_sources, settings_of
 from flowrl_img.scales import parse_variants
@@ -158,6 +159,31 @@ def test_a_network_of_another_architecture_is_refused(tiny_run, tiny_folder, tmp
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_layers": 1}))
     with pytest.raises(ValueError, match="another architecture than"):
         open_subject([str(tmp_path / "other"), f"model.path={tiny_folder}"], "pico")
+
+
+def test_a_network_whose_weights_are_not_those_of_its_config_is_refused_before_anything_is_loaded(
+    tiny_run, tiny_folder, tmp_path
+):
+    import shutil
+
+    run = tiny_run(weights={"kind": "full", "ema": None})
+    folder = tmp_path / "other" / "transformer"
+    shutil.copytree(run / "checkpoint-000004" / "adapter" / "transformer", folder)
+    words = [str(tmp_path / "other"), f"model.path={tiny_folder}"]
+    assert open_subject(words, "pico").sources
+    file = folder / "diffusion_pytorch_model.safetensors"
+    whole = load_file(file)
+    name = "transformer_blocks.0.attn.to_q.weight"
+    for change in ({"stray": whole[name]}, {name: whole[name][:8].clone()}):
+        save_file({**{n: t for n, t in whole.items() if n != name}, **change}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"are not those of its config\.json: \d tensors .* such as"):
+            open_subject(words, "pico")
+    file.write_bytes(b"x" * 20)
+    with pytest.raises(ValueError, match="is not a safetensors file"):
+        open_subject(words, "pico")
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match=r"holds no diffusion_pytorch_model\.safetensors"):
+        open_subject(words, "pico")
 
 
 def test_a_hub_id_is_looked_up_and_its_absence_is_one_error(monkeypatch):
