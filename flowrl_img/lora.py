@@ -7,6 +7,7 @@ metadata) and ComfyUI's for Stable Diffusion 3. Left out: adapters of text encod
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -35,6 +36,8 @@ class Pair:
     def __post_init__(self) -> None:
         if self.down.ndim != 2 or self.up.ndim != 2 or self.down.shape[0] != self.up.shape[1]:
             raise ValueError(f"the ranks of {list(self.down.shape)} and {list(self.up.shape)} differ")
+        if not self.down.shape[0] or not math.isfinite(self.alpha):
+            raise ValueError(f"an adapter needs a rank and a finite alpha, got {self.down.shape[0]} and {self.alpha}")
 
     @property
     def scale(self) -> float:
@@ -124,9 +127,14 @@ def pairs_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict
 
 
 def _facts(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The adapter's configuration without the prefix of its network."""
+    """The adapter's configuration without the prefix of its network. ValueError where it is of another kind."""
     stored = json.loads(metadata.get(METADATA, "{}"))
-    return {name.partition(".")[2]: value for name, value in stored.items() if name.partition(".")[0] in PREFIXES}
+    if not isinstance(stored, dict):
+        raise ValueError(f"its metadata {METADATA} is no JSON object")
+    facts = {name.partition(".")[2]: value for name, value in stored.items() if name.partition(".")[0] in PREFIXES}
+    if facts.get("use_dora"):
+        raise ValueError("it is a DoRA, whose weights are not the sum of base and adapter: merge it first")
+    return facts
 
 
 def _pair(module: str, down: Tensor, up: Tensor, facts: Mapping[str, Any]) -> Pair:
@@ -135,12 +143,20 @@ def _pair(module: str, down: Tensor, up: Tensor, facts: Mapping[str, Any]) -> Pa
         raise ValueError(f"{module} has rank {down.shape[0]}, the file's metadata says {rank}")
     if up.shape[1] != rank:
         raise ValueError(f"{module}: lora_A has rank {rank}, lora_B has rank {up.shape[1]}")
-    return Pair(down, up, float(_by_pattern(module, facts.get("alpha_pattern"), facts.get("lora_alpha", rank))))
+    alpha = _by_pattern(module, facts.get("alpha_pattern"), facts.get("lora_alpha", rank))
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+        raise ValueError(f"{module}: the file's metadata says alpha is {alpha!r}, which is no number")
+    # rank-stabilised adapters are scaled by alpha / sqrt(r)
+    return Pair(down, up, alpha * math.sqrt(rank) if facts.get("use_rslora") else float(alpha))
 
 
 def _by_pattern(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """peft's rule: a pattern names a module by its whole name or its end."""
     for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+        try:
+            found = re.fullmatch(rf"(.*\.)?({pattern})", module)
+        except re.error as error:
+            raise ValueError(f"the pattern {pattern!r} in the file's metadata is none: {error}") from None
+        if found:
             return value
     return default

@@ -22,6 +22,7 @@ from flowrl_img.plugins import nearest
 __all__ = ["from_comfyui", "is_comfyui", "to_comfyui"]
 
 PREFIX = "lora_unet_"
+ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
 # Of a transformer block, by the path inside `joint_blocks.<k>`; a fused matrix lists its parts in the order of rows.
 BLOCK: Mapping[str, tuple[str, ...]] = {
     "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
@@ -73,6 +74,8 @@ def from_comfyui(tensors: Mapping[str, Tensor]) -> dict[str, Pair]:
     """The same adapters by diffusers module name; exact for what `to_comfyui` wrote. ValueError for an unknown key."""
     stems = dict.fromkeys(name.partition(".")[0] for name in tensors)
     pairs: dict[str, Pair] = {}
+    if strange := [name for name in tensors if name.partition(".")[2] not in ENDS]:
+        raise ValueError(f"{strange[0]!r} is no part of a LoRA ({', '.join(ENDS)}): DoRA and LoKr are not read")
     for stem in stems:
         modules = _modules(stem)
         try:

@@ -68,6 +68,31 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path, change, message):
         read_lora(file_of(tmp_path, change(two())))
 
 
+def test_a_rank_stabilised_adapter_has_the_scale_that_peft_gives_it(tmp_path):
+    facts = {"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": True}
+    [pair] = read_lora(file_of(tmp_path, two(), facts)).pairs.values()
+    assert pair.scale == 8 / 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"transformer.use_dora": True}, "is a DoRA"),
+        ({"transformer.lora_alpha": None}, "alpha is None, which is no number"),
+        ({"transformer.lora_alpha": float("nan")}, "a finite alpha, got 4 and nan"),
+        ({"transformer.alpha_pattern": {"(": 2}}, "the pattern '\\('"),
+    ],
+)
+def test_facts_that_no_adapter_can_have_are_refused(tmp_path, facts, message):
+    with pytest.raises(ValueError, match=message):
+        read_lora(file_of(tmp_path, two(), {"transformer.r": 4, **facts}))
+
+
+def test_an_adapter_without_rank_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a rank"):
+        read_lora(file_of(tmp_path, two(rank=0)))
+
+
 def test_a_file_that_is_no_safetensors_is_refused_and_never_unpickled(tmp_path):
     path = tmp_path / "lora.safetensors"
     torch.save(two(), path)

@@ -122,6 +122,13 @@ def test_keys_of_other_models_are_refused(stem):
         from_comfyui({f"{stem}.lora_down.weight": torch.zeros(2, 2), f"{stem}.lora_up.weight": torch.zeros(2, 2)})
 
 
+@pytest.mark.parametrize("end", ["dora_scale", "lora_mid.weight", "diff_b", "lora_A.weight"])
+def test_parts_that_no_lora_has_are_refused_and_not_left_out(end):
+    tensors = to_comfyui({"proj_out": pair(0)})
+    with pytest.raises(ValueError, match=f"{end}' is no part of a LoRA"):
+        from_comfyui({**tensors, f"lora_unet_final_layer_linear.{end}": torch.ones(4)})
+
+
 def test_half_an_adapter_is_refused():
     stem = "lora_unet_joint_blocks_0_x_block_attn_proj"
     with pytest.raises(ValueError, match=f"lacks {stem}.lora_down.weight"):
