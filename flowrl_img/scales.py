@@ -19,6 +19,7 @@ Scale = Callable[[int, int], float]
 """(step from 0, number of steps) -> weight of that step. `str(scale)` is its text and the label in tables."""
 
 NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+DIGITS = ".15g"  # labels name rows and files, so unequal scales must not share one
 FORMS = "write a number (1.6), early:late@step (1:0@12), early:late@share (1:0@0.6) or first..last (2..0)"
 
 
@@ -32,7 +33,7 @@ class Constant:
         return self.weight
 
     def __str__(self) -> str:
-        return f"{self.weight:g}"
+        return f"{self.weight:{DIGITS}}"
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Switch:
         return self.early if step < boundary else self.late
 
     def __str__(self) -> str:
-        return f"{self.early:g}:{self.late:g}@{self.at}"
+        return f"{self.early:{DIGITS}}:{self.late:{DIGITS}}@{self.at}"
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Ramp:
         return self.first + (self.last - self.first) * step / max(num_steps - 1, 1)
 
     def __str__(self) -> str:
-        return f"{self.first:g}..{self.last:g}"
+        return f"{self.first:{DIGITS}}..{self.last:{DIGITS}}"
 
 
 def parse_scale(text: str) -> Scale:

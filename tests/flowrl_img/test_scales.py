@@ -39,6 +39,11 @@ def test_a_list_keeps_its_order_and_each_strength_once():
     assert [v.weight for v in found] == [0, 1, None]
 
 
+def test_unequal_strengths_have_unequal_labels():
+    found = parse_variants("1,1.0000001,0.1234567,0.1234568,0.1:0@2,0.10000001:0@2,0..1,0..1.0000001", 1)
+    assert len({variant.label for variant in found}) == 8
+
+
 def test_several_tuned_models_take_one_scale_or_one_each():
     found = parse_variants("0,1,1.5,1.5/0.5", 2)
     assert [v.label for v in found] == ["base", "tuned", "w=1.5", "w=1.5/0.5"]
