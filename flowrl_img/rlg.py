@@ -58,6 +58,8 @@ def _denoisers(pipeline: Any, base: nn.Module | None) -> list[nn.Module]:
     networks = {name: network for name, network in found.items() if isinstance(network, nn.Module)}
     if not networks:
         raise ValueError(f"{type(pipeline).__name__} has none of {', '.join(DENOISERS)}: there is nothing to blend")
+    if any(network is base for network in networks.values()):
+        raise ValueError("base is the pipeline's own network: give another one, or leave it out to switch adapters off")
     if base is not None and len(networks) > 1:
         raise ValueError(f"base belongs to a pipeline with one denoiser, this one has {', '.join(networks)}")
     chosen = [network for network in networks.values() if base is not None or adapter_layers(network)]
@@ -88,6 +90,8 @@ class _Blended:
             self.tuned = [lambda name=name: only_adapter(layers, name) for name in sides]  # type: ignore[misc]
             self.scales = list(sides.values())
         else:
+            if base is None and all(layer.disable_adapters or not layer.active_adapters for layer in layers):
+                raise ValueError("the adapters are switched off, so both sides are the base: pipeline.enable_lora()")
             self.tuned, self.scales = [nullcontext], [sides]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

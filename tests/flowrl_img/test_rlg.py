@@ -213,7 +213,15 @@ def test_what_cannot_be_blended_is_refused_with_what_to_do(made, tiny_folder):
             pass
     with rlg(pipeline, 1.6), pytest.raises(ValueError, match="already inside rlg"), rlg(pipeline, 1.6):
         pass
+    with pytest.raises(ValueError, match="base is the pipeline's own network"), rlg(plain, 1.6, base=plain.transformer):
+        pass
     add_adapter(plain.transformer, "a")
+    plain.disable_lora()
+    with pytest.raises(ValueError, match=r"both sides are the base: pipeline\.enable_lora"), rlg(plain, 1.6):
+        pass
+    with rlg(plain, {"a": 1.6}):  # a name switches it on
+        pass
+    plain.enable_lora()
     plain.fuse_lora()
     with pytest.raises(ValueError, match="unfuse_lora"), rlg(plain, 1.6):
         pass
