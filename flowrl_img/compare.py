@@ -122,7 +122,7 @@ Task = tuple[int, int, list[str]]
 
 
 def _agreed(find: Callable[[], list[Task]], processes: Processes) -> list[Task]:
-    """What the first process finds, on all of them; a ValueError of it is raised on all of them.
+    """What the first process finds, on all of them; what stops it there is a ValueError on all of them.
 
     One process reads the ledger: the others would see rows that a faster one has begun to add.
     """
@@ -130,7 +130,7 @@ def _agreed(find: Callable[[], list[Task]], processes: Processes) -> list[Task]:
     if processes.is_main:
         try:
             found["todo"] = find()
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             found["problem"] = str(error)
     found = processes.gather(found)[0]
     if "problem" in found:

@@ -158,6 +158,24 @@ def test_other_settings_need_another_folder_or_a_restart(run, tmp_path):
     evaluated(run, tmp_path / "out", "evaluation.steps=3", scales="1", restart=True)
 
 
+@pytest.mark.parametrize("problem", [ValueError, OSError])
+def test_what_stops_the_first_process_is_told_to_all(problem):
+    from flowrl_img.parallel import Processes
+
+    class Both(Processes):
+        def gather(self, value):
+            told.append(value)
+            return [value, {}]
+
+    def stop():
+        raise problem("no room")
+
+    told = []
+    with pytest.raises(ValueError, match="no room"):
+        module._agreed(stop, Both())
+    assert told == [{"problem": "no room"}]
+
+
 def test_retrained_weights_are_not_mixed_with_old_rows(run, tiny_run, tmp_path, seven):
     evaluated(run, tmp_path / "out", scales="1")
     adapter = run / "checkpoint-000004" / "adapter" / "pytorch_lora_weights.safetensors"
