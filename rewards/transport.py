@@ -125,6 +125,9 @@ class Transport:
                 async with asyncio.timeout(deadline or self.retry.deadline):
                     seen: set[str] = set()
                     for number in range(self.retry.tries):
+                        if number:
+                            self.retries += 1
+                            await asyncio.sleep(self.retry.pause(number - 1, self._rng))
                         url = await self._admitted(seen)
                         seen.add(url)
                         try:
@@ -133,8 +136,6 @@ class Transport:
                             raise self._gone(f"{url}{path}: {error}") from None
                         except _Failed as error:
                             problem = f"{url}{path}: {error}"
-                        self.retries += 1
-                        await asyncio.sleep(self.retry.pause(number, self._rng))
                     raise self._gone(f"{problem} (try {self.retry.tries} of {self.retry.tries})")
             except TimeoutError:
                 where = problem if problem != "no try was made" else f"{', '.join(self.urls)}{path}: no answer"
