@@ -64,8 +64,8 @@ class FunctionReward:
             count, output = len(answer), RewardOutput.of(answer)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"reward '{self.name}' must return {len(batch)} numbers (a sequence or a tensor [{len(batch)}], None for "
-                f"a failed row), got {type(answer).__name__}: {error}"
+                f"reward '{self.name}' must return {len(batch)} numbers (a sequence or a tensor [{len(batch)}], None "
+                f"for a failed row), got {type(answer).__name__}: {error}"
             ) from error
         if count != len(batch):
             raise ValueError(f"reward '{self.name}' returned {count} numbers for {len(batch)} pictures")

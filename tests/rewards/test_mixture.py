@@ -93,9 +93,10 @@ def test_the_geometric_mean_is_weighted_and_zero_where_a_part_is() -> None:
 def test_negative_values_that_are_ranked_are_trained_on_and_have_no_geometric_mean_by_themselves() -> None:
     ranked = registry.build_part({"name": "sample_rewards:constant", "transforms": ["rank"]}).transforms
     mixture = Mixture((Part(constant("a", -2.0, -1.0), 1.0, ranked), Part(constant("b", 1.0, 4.0))), "geometric")
+    reasons = ["aggregate geometric has no value for a reward below 0"] * 2
     for asked in (mixture, mixture.held_out()):
         out = ask(asked)
-        assert not out.valid.any() and out.details["error"] == ["aggregate geometric has no value for a reward below 0"] * 2
+        assert not out.valid.any() and out.details["error"] == reasons
     assert combined(mixture, **mixture.columns(out)) == [0.0, 2.0]
 
 
