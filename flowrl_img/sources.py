@@ -113,7 +113,8 @@ def _held(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a folder's safetensors files; ValueError for a damaged one."""
     from safetensors import SafetensorError, safe_open
 
-    index, found = folder / f"{NETWORK_FILE}.index.json", {}
+    index = folder / f"{NETWORK_FILE}.index.json"
+    found: dict[str, tuple[int, ...]] = {}
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [NETWORK_FILE]
     for name in names:
         if not (folder / name).is_file():
