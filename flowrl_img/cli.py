@@ -73,10 +73,11 @@ def train(
     with reported():
         config = _load(arguments, run_folder)
         _print_plan(config)
-        if dry_run:
-            return
-        from flowrl_img.run import run_training
+        from flowrl_img.run import check_inputs, run_training
 
+        if dry_run:
+            check_inputs(config)
+            return
         code = run_training(config)
     raise typer.Exit(code)
 

@@ -17,7 +17,7 @@ from flowrl_img.sampling import check_noise, evaluation_solver_of, solver_of, st
 from flowrl_img.types import PromptSet
 from flowrl_img.window import window_of
 
-__all__ = ["RunParts", "assemble"]
+__all__ = ["Inputs", "RunParts", "assemble", "read_inputs"]
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,18 @@ class RunParts:
             check_noise(self.step_rule, self.config.rollout, sigmas)
 
 
-def assemble(config: Config) -> RunParts:
-    """Build and check them. ValueError or FileNotFoundError tells what to change."""
+@dataclass(frozen=True)
+class Inputs:
+    """The prompts, and the rewards that can score them; nothing has been scored."""
+
+    train: PromptSet
+    held_out: PromptSet
+    reward: Mixture
+    report: dict[str, Scorer]
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Read the prompt files and check them for the rewards. ValueError or FileNotFoundError tells what to change."""
     train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
     reward = registry.load_mixture([r.section() for r in config.rewards], config.aggregate)
     report = registry.load_reported([r.section() for r in config.report_rewards])
@@ -59,16 +69,22 @@ def assemble(config: Config) -> RunParts:
                 scorer.reward.validate(prompts.texts, prompts.metadata)
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
-    for scorer in scorers:
-        known_answers.check(scorer.reward)
     try:
         draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     except ValueError as error:
         raise ValueError(f"prompt file {config.prompts.train}: {error}") from error
+    return Inputs(train, held_out, reward, report)
+
+
+def assemble(config: Config) -> RunParts:
+    """Build and check them. ValueError or FileNotFoundError tells what to change."""
+    inputs = read_inputs(config)
+    for scorer in (*(part.scorer for part in inputs.reward.parts), *inputs.report.values()):
+        known_answers.check(scorer.reward)
     objective = plugins.build("objectives", config.objective.section(), where="objective")
     needs = objective.needs
     return RunParts(
-        config, train, held_out, reward, report, objective,
+        config, inputs.train, inputs.held_out, inputs.reward, inputs.report, objective,
         None if needs.matching else step_rule_of(config),
         None if needs.matching else window_of(config.rollout.window, config.rollout.steps),
         None if needs.matching else tail_of(config),

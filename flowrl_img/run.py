@@ -21,14 +21,14 @@ import torch
 
 from flowrl_img import plugins, recipes
 from flowrl_img.attention import set_attention
-from flowrl_img.checkpoint import load_checkpoint, save_checkpoint
+from flowrl_img.checkpoint import latest, load_checkpoint, save_checkpoint
 from flowrl_img.config import Config
 from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
 from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
-from flowrl_img.parts import RunParts, assemble
+from flowrl_img.parts import RunParts, assemble, read_inputs
 from flowrl_img.prompts import choose_evenly, spread
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
@@ -40,7 +40,7 @@ from flowrl_img.trainer import Trainer, Update
 from flowrl_img.types import Sample
 from flowrl_img.weights import WeightSets, sets_of
 
-__all__ = ["DTYPES", "accelerator", "load_model", "load_weights", "model_source", "run_training"]
+__all__ = ["DTYPES", "accelerator", "check_inputs", "load_model", "load_weights", "model_source", "run_training"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VERSIONS = ("flowrl-img", "torch", "diffusers", "transformers", "accelerate", "peft", "safetensors", "numpy", "pillow")
@@ -86,6 +86,21 @@ def load_weights(config: Config, model: Any, needs: Needs) -> WeightSets:
     )  # fmt: skip
 
 
+def check_inputs(config: Config) -> None:
+    """The files that the configuration names: prompts, model, checkpoint. ValueError or OSError; nothing is loaded."""
+    read_inputs(config)
+    _check_paths(config)
+
+
+def _check_paths(config: Config) -> None:
+    model_source(config.model.path)
+    if config.run.resume:
+        try:
+            latest(Path(config.run.resume))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"run.resume: {error}") from error
+
+
 def run_training(config: Config) -> int:
     """Train as configured; returns the exit code: 0, 1 after a failure that stopped training, 130 after Ctrl-C.
 
@@ -94,7 +109,7 @@ def run_training(config: Config) -> int:
     if config.run.threads:
         torch.set_num_threads(config.run.threads)
     parts = assemble(config)
-    model_source(config.model.path)
+    _check_paths(config)
     processes = Processes(accelerator())
     folder = _open_folder(config, parts, processes)
     return _Run(config, parts, processes, folder).train()

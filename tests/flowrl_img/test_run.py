@@ -113,6 +113,28 @@ def test_wrong_input_is_one_clear_error_before_any_model(arguments, said, capsys
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("model.path=./nowhere", "model.path: no folder './nowhere'"),
+        ("prompts.evaluation=./nowhere.jsonl", "no prompt file"),
+        ("prompts.train=plain.txt", "needs the metadata"),
+        ("run.resume=./nowhere", "run.resume: no complete checkpoint in nowhere"),
+    ],
+)
+@pytest.mark.parametrize("option", [[], ["--dry-run"]], ids=["run", "dry run"])
+def test_files_are_checked_before_a_model_is_loaded_and_in_a_dry_run(
+    change, said, option, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plain.txt").write_text("a photo of a ring\n")
+    monkeypatch.setattr("flowrl_img.run.load_model", lambda *_: pytest.fail("a model was loaded"))
+    assert code_of(["train", "pico", change, *option]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error
+    assert [p.name for p in tmp_path.iterdir()] == ["plain.txt"]
+
+
 def test_prompts_without_metadata_are_refused_for_geneval(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plain.txt").write_text("a photo of a ring\n")
