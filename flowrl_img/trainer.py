@@ -144,9 +144,14 @@ class Trainer:
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.model.device))
         largest = torch.zeros((), dtype=torch.float64, device=self.model.device)
         batches = points.micro_batches(number)
+        failure = ""
         for k, batch in enumerate(batches):
             predicted = self._predicted(points, batch)
             if predicted is None:
+                continue
+            if not predicted.moments.finite():
+                # Not raised here: the other processes would wait for this one's share of the sums below.
+                failure = failure or f"in {self.model.dtype} at {points.place(batch)}"
                 continue
             loss, metrics = self.objective(predicted.moments, predicted.advantage.to(predicted.moments.e2.device))
             if first is not None:
@@ -158,6 +163,7 @@ class Trainer:
             if "log_ratio" in metrics:
                 largest = torch.maximum(largest, metrics["log_ratio"].double().expm1().abs().max())
             self.progress("training", k + 1, len(batches))
+        self._stop_at(failure)
         names = sorted(self.processes.agree(list(sums)))
         means = {name: self.processes.sum(sums[name].item()) / total for name in names}
         if "log_ratio" in names:
@@ -167,11 +173,6 @@ class Trainer:
     def _predicted(self, points: Points, batch: MicroBatch) -> Predicted | None:
         """The moments of a micro-batch, with the means of its units; None where this process has no row of it."""
         predicted = points.predict(batch) if len(batch.rows) else None
-        if predicted is not None and not predicted.moments.finite():
-            raise NonFiniteError(
-                f"the network gave a non-finite velocity in {self.model.dtype} at {points.place(batch)}: no weight was "
-                "changed. Use model.dtype=bf16 or fp32, or a lower optimizer.lr"
-            )
         if not batch.units:
             return predicted
         score, unit = torch.zeros(0, device=self.processes.device), torch.zeros(0, dtype=torch.int64)
@@ -183,6 +184,15 @@ class Trainer:
         if predicted is None:
             return None
         return Predicted(predicted.moments.with_unit_mean(means), predicted.advantage, unit)
+
+    def _stop_at(self, failure: str) -> None:
+        """Raise on every process when one of them had a non-finite velocity."""
+        failures = [place for place in self.processes.gather(failure) if place]
+        if failures:
+            raise NonFiniteError(
+                f"the network gave a non-finite velocity {failures[0]}: no weight was changed. "
+                "Use model.dtype=bf16 or fp32, or a lower optimizer.lr"
+            )
 
     def _zero_grad(self) -> None:
         for parameter in self.parameters:

@@ -186,6 +186,37 @@ def test_an_overflowing_network_changes_no_weight(tiny_trainer):
     assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
 
 
+def test_every_process_stops_when_the_network_of_another_overflows(tiny_trainer, monkeypatch):
+    trainer = tiny_trainer()
+    scored = trainer.collect(0)
+    before = [p.detach().clone() for p in trainer.parameters]
+    elsewhere = "in torch.float32 at steps [1], micro-batch of sample 0/1/1/2"
+    monkeypatch.setattr(
+        trainer.processes, "gather", lambda item: [item, elsewhere] if isinstance(item, str) else [item]
+    )
+    with pytest.raises(NonFiniteError, match=r"steps \[1\], micro-batch of sample 0/1/1/2"):
+        list(trainer.train_on(scored))
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+def test_an_overflowing_network_makes_the_collective_calls_of_a_sound_one(tiny_trainer, monkeypatch):
+    matching = {"times": {"name": "grid", "count": 2, "high": 3}, "share": "rollout"}
+    trainer = tiny_trainer(
+        objective={"name": "dgpo", "beta_dpo": 20.0, "clip_range": 1e-2}, matching=matching, run={"micro_batch": 4}
+    )
+    points, calls = trainer.points(trainer.collect(0)), []
+    monkeypatch.setattr(trainer.processes, "sum_tensor", lambda x: calls.append(tuple(x.shape)) or x)
+    trainer.accumulate(points, 0)
+    sound = calls.copy()
+    assert len(sound) > 1
+    calls.clear()
+    with torch.no_grad():
+        trainer.model.network.proj_out.weight.fill_(float("inf"))
+    with pytest.raises(NonFiniteError):
+        trainer.accumulate(points, 0)
+    assert calls == sound
+
+
 def test_low_precision_takes_the_old_velocity_in_the_training_layout(tiny_trainer):
     trainer = tiny_trainer(model={"dtype": "bf16"}, run={"micro_batch": 5})
     first, _ = list(trainer.run())[:2]
