@@ -180,4 +180,4 @@ def _check(row: Metadata, classes: Sequence[str], colors: Sequence[str]) -> None
 
 def _known(kind: str, word: str, valid: Sequence[str]) -> None:
     if word not in valid:
-        raise ValueError(f"unknown {kind} {word!r}; {plugins.nearest(word, valid)}")
+        raise ValueError(f"unknown {kind} {word!r}; {plugins.nearest(str(word), valid)}")

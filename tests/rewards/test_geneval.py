@@ -97,6 +97,7 @@ def test_the_prompts_of_the_world_are_accepted() -> None:
         ({**CIRCLE, "exclude": [{"class": "hat", "count": 1}]}, "unknown class 'hat'"),
         ({"tag": "x", "include": ["circle"]}, "'include' must be a list of objects"),
         ({"tag": "x", "include": 5}, "'include' must be a list of objects"),
+        ({"tag": "x", "include": [{"class": 3, "count": 1}]}, "unknown class 3"),
         ({**CIRCLE, "exclude": None}, "'exclude' must be a list of objects"),
         ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": "above"}]}, "position must be"),
         ({"tag": "x", "include": [{"class": "ring", "count": 1, "position": ["above", "0"]}]}, "position must be"),
