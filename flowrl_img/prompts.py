@@ -26,7 +26,11 @@ def load_prompts(name: str) -> PromptSet:
         path = asset(f"prompts/{name}.jsonl")
     if not path.is_file():
         raise FileNotFoundError(f"no prompt file {name!r} (looked for {path}): give a .jsonl or .txt path")
-    lines = [(n, line) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompt file {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no prompts")
     rows = (

@@ -70,7 +70,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Config:
 
 def read(path: Path) -> dict[str, Any]:
     """The mapping in a recipe file."""
-    data = _parse(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    data = _parse(text, str(path))
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a recipe is a mapping of sections, got {type(data).__name__}")
     return data
