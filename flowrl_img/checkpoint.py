@@ -112,7 +112,7 @@ def load_adapter_tensors(folder: Path, weights: WeightSets, label: str) -> None:
 
 
 def load_checkpoint(folder: Path, trainer: Any) -> None:
-    """Put a run back exactly where the checkpoint was taken. ValueError on a missing or extra tensor."""
+    """Put a run back exactly where the checkpoint was taken. ValueError on a damaged file or unequal tensors."""
     source = latest(folder)
     manifest = json.loads((source / MANIFEST).read_text())
     state = _read(source / "state.safetensors")

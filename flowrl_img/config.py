@@ -99,7 +99,9 @@ class WeightsConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _only_of_full(self) -> WeightsConfig:
+    def _says_nothing_that_is_not_used(self) -> WeightsConfig:
+        if self.kind == "full" and self.lora != LoraConfig():
+            raise ValueError("kind = full has no adapter and does not use lora: leave it out, or set weights.kind=lora")
         if self.only and self.kind != "full":
             raise ValueError("only chooses among the weights of kind = full; with LoRA, choose layers by lora.targets")
         return self
@@ -270,12 +272,16 @@ class RunConfig(Section):
     micro_batch: int = Field(32, gt=0, description="(sample, step) points per forward of the trained network")
     seed: int = Field(0, description="with prompt, sample and step it fixes every random number")
     folder: str | None = Field(None, description="run folder; null: runs/<recipe>-<time>")
-    save_every: int | None = Field(None, gt=0, description="updates between checkpoints; null: at the end")
+    save_every: int | None = Field(
+        None, gt=0, description="updates between checkpoints, each taken at the end of its rollout; null: at the end"
+    )
     overlap: bool = Field(
         False, description="draw the next rollout while this one is scored; it is then one rollout off-policy"
     )
     threads: int | None = Field(None, gt=0, description="CPU threads; null: torch's default")
-    resume: str | None = Field(None, description="run folder or checkpoint to go on from")
+    resume: str | None = Field(
+        None, description="run folder or checkpoint to go on from; a rollout that was interrupted is drawn anew"
+    )
     tracker: Literal["none", "tensorboard", "wandb"] = Field(
         "none", description="where metrics go besides metrics.jsonl"
     )

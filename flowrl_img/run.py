@@ -21,7 +21,7 @@ import torch
 
 from flowrl_img import plugins, recipes
 from flowrl_img.attention import set_attention
-from flowrl_img.checkpoint import latest, load_checkpoint, save_checkpoint
+from flowrl_img.checkpoint import MANIFEST, latest, load_checkpoint, save_checkpoint
 from flowrl_img.config import Config
 from flowrl_img.evaluate import Evaluation, evaluate, level
 from flowrl_img.live import Live
@@ -38,7 +38,7 @@ from flowrl_img.seeds import key
 from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
 from flowrl_img.types import Sample
-from flowrl_img.weights import WeightSets, sets_of
+from flowrl_img.weights import WeightSets, check_layers, sets_of
 
 __all__ = ["DTYPES", "accelerator", "check_inputs", "load_model", "load_weights", "model_source", "run_training"]
 
@@ -87,13 +87,17 @@ def load_weights(config: Config, model: Any, needs: Needs) -> WeightSets:
 
 
 def check_inputs(config: Config) -> None:
-    """The files that the configuration names: prompts, model, checkpoint. ValueError or OSError; nothing is loaded."""
+    """The files that the configuration names, and the layers: ValueError or OSError. No weights are loaded."""
     read_inputs(config)
     _check_paths(config)
 
 
 def _check_paths(config: Config) -> None:
-    model_source(config.model.path)
+    source = model_source(config.model.path)
+    targets, only = config.weights.lora.targets, config.weights.only
+    blueprint = getattr(plugins.resolve("models", config.model.family, where="model.family"), "blueprint", None)
+    if blueprint is not None and (targets or only):
+        check_layers(blueprint(source), targets if config.weights.kind == "lora" else (), only)
     if config.run.resume:
         try:
             latest(Path(config.run.resume))
@@ -133,8 +137,8 @@ def _open_folder(config: Config, parts: RunParts, processes: Processes) -> Path:
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / "metrics.jsonl").exists() and not config.run.resume:
-            raise ValueError(f"run.folder: {folder} already holds a run; choose another folder")
+        if (folder / "metrics.jsonl").exists():
+            _take_up(folder, config)
         (folder / "config.yaml").write_text(recipes.to_yaml(config))
         (folder / "versions.json").write_text(json.dumps(_versions(), indent=1))
         (folder / "rewards.json").write_text(json.dumps(_rewards(config, parts), indent=1))
@@ -144,6 +148,21 @@ def _open_folder(config: Config, parts: RunParts, processes: Processes) -> Path:
             f"run.folder: cannot write to {folder}: {error.strerror}; free space or choose another folder"
         ) from error
     return folder
+
+
+def _take_up(folder: Path, config: Config) -> None:
+    """Go on in a folder that holds the run of `run.resume`: rows after its checkpoint are trained again, so they go."""
+    source = latest(Path(config.run.resume)) if config.run.resume else None
+    if source is None or folder.resolve() not in source.resolve().parents:
+        raise ValueError(f"run.folder: {folder} already holds a run; choose another folder")
+    update = json.loads((source / MANIFEST).read_text())["update"]
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        file = folder / name
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        # A killed run may have left the beginning of a row.
+        whole = [line for line in lines if line.endswith("\n") and json.loads(line)["update"] <= update]
+        if whole != lines:
+            file.write_text("".join(whole))
 
 
 def _rewards(config: Config, parts: RunParts) -> dict[str, dict[str, Any]]:
@@ -180,6 +199,21 @@ class _Run:
 
     def train(self) -> int:
         """All phases; whatever stops training, the run folder stays usable."""
+        try:
+            return self._train()
+        finally:
+            self.tracker.close()
+            self.live.close()  # gives the terminal its cursor back
+            if self.processes.is_main:
+                self._release()
+
+    def _release(self) -> None:
+        """A folder in which nothing was trained or evaluated is free for the next try."""
+        metrics = self.folder / "metrics.jsonl"
+        if metrics.is_file() and not metrics.stat().st_size and not any(self.folder.glob("checkpoint-*")):
+            metrics.unlink()
+
+    def _train(self) -> int:
         code, trainer = 0, None
         try:
             model = load_model(self.config, self.processes.device)
@@ -201,8 +235,6 @@ class _Run:
             code = FAILED
         if trainer is not None:
             self._finish(trainer, evaluated=code == 0)
-        self.tracker.close()
-        self.live.close()
         return code
 
     def _trainer(self, model: Any, weights: WeightSets) -> Trainer:
@@ -212,11 +244,15 @@ class _Run:
 
     def _updates(self, trainer: Trainer) -> None:
         every, save_every = self.config.evaluation.every, self.config.run.save_every
+        due = False
         for update in trainer.run():
             self._log(update)
             self.live.update(update)
-            if save_every and update.update % save_every == 0:
+            due = due or bool(save_every and update.update % save_every == 0)
+            # Inside a rollout there is nothing to go on from: its pictures are not kept.
+            if due and trainer.rollout > update.rollout:
                 self._save(trainer)
+                due = False
             if every and update.update % every == 0:
                 self._evaluate(trainer, f"update {update.update}", self._tuned(trainer))
 
@@ -303,7 +339,10 @@ def _spread_first(samples: Sequence[Sample], first: int) -> tuple[Sample, ...]:
 
 @contextmanager
 def _disk(folder: Path) -> Iterator[None]:
+    from safetensors import SafetensorError
+
     try:
         yield
-    except OSError as error:
-        raise OSError(f"cannot write to {folder}: {error.strerror}; what was written before is complete") from error
+    except (OSError, SafetensorError) as error:  # safetensors tells a full disk in an error of its own
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot write to {folder}: {reason}; what was written before is complete") from error

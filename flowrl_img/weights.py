@@ -23,7 +23,7 @@ from flowrl_img.decays import Decay, Warmup
 from flowrl_img.needs import Needs
 from flowrl_img.plugins import build, nearest
 
-__all__ = ["ADAPTER", "WeightSets", "decay_of", "sets_of"]
+__all__ = ["ADAPTER", "WeightSets", "check_layers", "decay_of", "sets_of"]
 
 ADAPTER = "default"
 FOLLOWERS = ("old", "trust")
@@ -44,6 +44,21 @@ def decay_of(config: WeightsConfig, name: str) -> Decay:
     return decay
 
 
+def check_layers(network: nn.Module, targets: Collection[str], only: Collection[str]) -> None:
+    """ValueError for a LoRA target or a part in `only` that matches nothing. The network may be on the meta device."""
+    linear = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            suffixes = {".".join(name.split(".")[-2:]) for name in linear} | {name.split(".")[-1] for name in linear}
+            suffixes -= {s for s in suffixes if s.isdigit()}
+            raise ValueError(f"weights.lora.targets: {target!r} matches no linear layer; {nearest(target, suffixes)}")
+    names = [name for name, _ in network.named_parameters()]
+    for part in only:
+        if not any(part in name for name in names):
+            words = {word for name in names for word in name.split(".") if not word.isdigit()}
+            raise ValueError(f"weights.only: {part!r} is part of no parameter's name; {nearest(part, words)}")
+
+
 class WeightSets:
     """`trainable` maps parameter names to float32 parameters; `sets` holds the tensors of the other sets."""
 
@@ -58,10 +73,12 @@ class WeightSets:
         self.network = network
         self.config = config
         self._layers: list[Any] = []
+        targets = config.lora.targets or default_targets
+        check_layers(network, targets if config.kind == "lora" else (), config.only)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             if config.kind == "lora":
-                self._add_lora(config.lora.targets or default_targets)
+                self._add_lora(targets)
             else:
                 self._free(config.only)
         self.trainable = {name: p for name, p in network.named_parameters() if p.requires_grad}
@@ -79,27 +96,12 @@ class WeightSets:
             self.remember(name)
 
     def _free(self, only: tuple[str, ...]) -> None:
-        names = [name for name, _ in self.network.named_parameters()]
-        for part in only:
-            if not any(part in name for name in names):
-                words = {word for name in names for word in name.split(".") if not word.isdigit()}
-                raise ValueError(f"weights.only: {part!r} is part of no parameter's name; {nearest(part, words)}")
         for name, parameter in self.network.named_parameters():
             parameter.requires_grad_(not only or any(part in name for part in only))
 
     def _add_lora(self, targets: tuple[str, ...]) -> None:
         from peft import LoraConfig
 
-        linear = [name for name, module in self.network.named_modules() if isinstance(module, nn.Linear)]
-        for target in targets:
-            if not any(name == target or name.endswith(f".{target}") for name in linear):
-                suffixes = {".".join(name.split(".")[-2:]) for name in linear} | {
-                    name.split(".")[-1] for name in linear
-                }
-                suffixes -= {s for s in suffixes if s.isdigit()}
-                raise ValueError(
-                    f"weights.lora.targets: {target!r} matches no linear layer; {nearest(target, suffixes)}"
-                )
         network: Any = self.network
         network.add_adapter(
             LoraConfig(

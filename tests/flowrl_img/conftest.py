@@ -84,6 +84,8 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
             "evaluation": {"pictures": 4, "steps": 2, "sheet": 2},
             "run": {"rollouts": 2, "updates_per_rollout": 2, "micro_batch": 6, "folder": str(tmp_path / "run")},
         }
+        if sections.get("weights", {}).get("kind") == "full":
+            base["weights"] = {}
         for name, section in sections.items():
             if name in ("rewards", "aggregate"):
                 continue

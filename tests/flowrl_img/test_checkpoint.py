@@ -86,6 +86,14 @@ def test_a_checkpoint_with_a_missing_tensor_is_refused(tiny_trainer, tmp_path):
         load_checkpoint(tmp_path, tiny_trainer())
 
 
+def test_a_damaged_checkpoint_is_refused(tiny_trainer, tmp_path):
+    folder = save_checkpoint(tmp_path, tiny_trainer())
+    file = folder / "state.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"state.safetensors is damaged"):
+        load_checkpoint(tmp_path, tiny_trainer())
+
+
 def test_saving_leaves_the_trained_weights_alone(tiny_trainer, tmp_path):
     trainer = tiny_trainer()
     before = [p.detach().clone() for p in trainer.parameters]

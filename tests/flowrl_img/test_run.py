@@ -117,6 +117,9 @@ def test_wrong_input_is_one_clear_error_before_any_model(arguments, said, capsys
     ("change", "said"),
     [
         ("model.path=./nowhere", "model.path: no folder './nowhere'"),
+        ("weights.lora.targets=[attn.to_q]", "kind = full has no adapter and does not use lora"),
+        ("weights={kind: lora, lora: {targets: [attn.to_w]}}", "'attn.to_w' matches no linear layer"),
+        ("weights={kind: full, only: [attn.to_w]}", "weights.only: 'attn.to_w' is part of no parameter's name"),
         ("prompts.evaluation=./nowhere.jsonl", "no prompt file"),
         ("prompts.train=plain.txt", "needs the metadata"),
         ("run.resume=./nowhere", "run.resume: no complete checkpoint in nowhere"),
@@ -131,7 +134,8 @@ def test_files_are_checked_before_a_model_is_loaded_and_in_a_dry_run(
     monkeypatch.setattr("flowrl_img.run.load_model", lambda *_: pytest.fail("a model was loaded"))
     assert code_of(["train", "pico", change, *option]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and said in error
+    assert error.startswith("error: ")
+    assert said in error
     assert [p.name for p in tmp_path.iterdir()] == ["plain.txt"]
 
 
@@ -143,6 +147,16 @@ def test_prompts_without_metadata_are_refused_for_geneval(tmp_path, capsys, monk
     assert "include" in error
 
 
+def test_files_that_are_no_text_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("picture.yaml", "picture.jsonl"):
+        (tmp_path / name).write_bytes(b"\xff\xd8\xff\xe0")
+    assert code_of(["train", "picture.yaml"]) == 2
+    assert "error: picture.yaml is not UTF-8 text" in capsys.readouterr().err
+    assert code_of(["train", "pico", "prompts.train=picture.jsonl"]) == 2
+    assert "error: prompt file picture.jsonl is not UTF-8 text" in capsys.readouterr().err
+
+
 def test_an_empty_prompt_file_and_a_broken_line_are_named(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -151,12 +165,6 @@ def test_an_empty_prompt_file_and_a_broken_line_are_named(tmp_path, capsys, monk
     (tmp_path / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     assert code_of(["train", "pico", "prompts.train=broken.jsonl"]) == 2
     assert "line 2" in capsys.readouterr().err
-
-
-def test_a_lora_target_that_matches_nothing_is_named(tiny_config, tmp_path, capsys):
-    config = tiny_config(weights={"lora": {"rank": 4, "targets": ("attn.to_w",)}})
-    assert code_of(command(config, tmp_path)) == 2
-    assert "'attn.to_w' matches no linear layer" in capsys.readouterr().err
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(tiny_config, tmp_path, capsys):
@@ -174,18 +182,68 @@ def test_a_used_run_folder_is_not_overwritten(tiny_config, tmp_path, capsys):
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
 
 
+def test_a_folder_in_which_nothing_was_trained_is_free_for_the_next_try(tiny_config, tmp_path, capsys, monkeypatch):
+    stopped = []
+    monkeypatch.setattr("flowrl_img.live.Live.close", lambda live: stopped.append(live.bar.stop()))
+    with monkeypatch.context() as patch:
+        patch.setattr("flowrl_img.run.load_model", lambda *_: (_ for _ in ()).throw(OSError("weights are missing")))
+        assert code_of(command(tiny_config(), tmp_path)) == 2
+    assert capsys.readouterr().err == "error: weights are missing\n"
+    assert len(stopped) == 1  # a progress bar that is not stopped keeps the terminal's cursor
+    assert code_of(command(tiny_config(run={"rollouts": 1}), tmp_path)) == 0
+
+
+def test_resuming_in_the_same_folder_trains_again_what_came_after_the_checkpoint(tiny_config, tmp_path):
+    run = tmp_path / "run"
+    assert code_of(command(tiny_config(run={"rollouts": 2, "save_every": 2}), tmp_path)) == 0
+    whole = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 5, "rew')
+    resumed = tiny_config(run={"rollouts": 2, "resume": str(run / "checkpoint-000002")})
+    assert code_of(command(resumed, tmp_path)) == 0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row | {"seconds": 0} for row in rows] == [row | {"seconds": 0} for row in whole]
+
+
+def test_resuming_does_not_write_into_the_folder_of_another_run(tiny_config, tmp_path, capsys):
+    for name in ("a", "b"):
+        assert code_of(command(tiny_config(run={"rollouts": 1, "folder": str(tmp_path / name)}), tmp_path)) == 0
+    before = (tmp_path / "b" / "metrics.jsonl").read_text()
+    mixed = tiny_config(run={"rollouts": 2, "folder": str(tmp_path / "b"), "resume": str(tmp_path / "a")})
+    assert code_of(command(mixed, tmp_path)) == 2
+    assert "b already holds a run" in capsys.readouterr().err
+    assert (tmp_path / "b" / "metrics.jsonl").read_text() == before
+
+
 def test_a_full_disk_in_the_middle_says_so_and_keeps_what_was_written(tiny_config, tmp_path, capsys, monkeypatch):
-    import errno
+    import resource
 
     from flowrl_img import run
+    from flowrl_img.checkpoint import save_checkpoint
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    monkeypatch.setattr(run, "save_checkpoint", full)
+    def on_a_small_disk(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+        try:
+            return save_checkpoint(*arguments)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(run, "save_checkpoint", on_a_small_disk)
     assert code_of(command(tiny_config(), tmp_path)) == 2
-    assert "No space left on device" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"error: cannot write to {tmp_path / 'run'}: " in error
+    assert "File too large" in error
+    assert "Traceback" not in error
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
+
+
+def test_a_checkpoint_is_taken_at_the_end_of_its_rollout(tiny_config, tmp_path):
+    assert code_of(command(tiny_config(run={"rollouts": 2, "save_every": 3}), tmp_path)) == 0
+    assert [p.name for p in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-000004"]
+    manifest = json.loads((tmp_path / "run" / "checkpoint-000004" / "manifest.json").read_text())
+    assert (manifest["update"], manifest["rollout"]) == (4, 2)
 
 
 def test_ctrl_c_leaves_a_usable_run_folder_and_code_130(tiny_config, tmp_path):
