@@ -145,7 +145,8 @@ def test_the_start_of_an_adapter_depends_on_its_seed_alone(tiny_folder):
 
 
 def following(**changes) -> WeightsConfig:
-    return WeightsConfig(**{"lora": LORA.lora, **changes})
+    lora = {} if changes.get("kind") == "full" else {"lora": LORA.lora}
+    return WeightsConfig(**lora, **changes)
 
 
 def rule(after: str, **decay) -> FollowConfig:
