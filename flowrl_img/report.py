@@ -28,7 +28,8 @@ def before_after_sheet(path: Path, prompts: PromptSet, before: Evaluation, after
         )
         for k in range(len(before.images))
     ]
-    contact_sheet("left: before, right: after training (same prompt, same seed)", groups).save(path)
+    means = f"mean reward of {len(before.samples)} pictures {before.mean():.2f} -> {after.mean():.2f}"
+    contact_sheet(f"left: before, right: after training (same prompt, same seed); {means}", groups).save(path)
 
 
 def summary(before: Evaluation, after: Evaluation) -> list[str]:
