@@ -210,7 +210,8 @@ class RolloutConfig(Section):
     )
     batch: int = Field(32, gt=0, description="images sampled at once in each process")
     shared_noise: bool = Field(
-        False, description="one initial noise for a whole group, whose members are computed once until the first draw"
+        False,
+        description="one initial noise for a group; until the first draw, independent paths compute its members once",
     )
     policy: Literal["current", "old", "trust", "ema"] = Field("current", description="weights that draw the rollouts")
     policy_from: int = Field(0, ge=0, description="updates after which `policy` draws; the current weights until then")

@@ -56,30 +56,36 @@ class Inputs:
     reward: Mixture
     report: dict[str, Scorer]
 
+    @property
+    def scorers(self) -> tuple[Scorer, ...]:
+        """Those of the reward that is trained on, then those that are only reported."""
+        return (*(part.scorer for part in self.reward.parts), *self.report.values())
+
 
 def read_inputs(config: Config) -> Inputs:
     """Read the prompt files and check them for the rewards. ValueError or FileNotFoundError tells what to change."""
-    train, held_out = load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation)
-    reward = registry.load_mixture([r.section() for r in config.rewards], config.aggregate)
-    report = registry.load_reported([r.section() for r in config.report_rewards])
-    scorers = [*(part.scorer for part in reward.parts), *report.values()]
-    for name, prompts in ((config.prompts.train, train), (config.prompts.evaluation, held_out)):
-        for scorer in scorers:
+    inputs = Inputs(
+        load_prompts(config.prompts.train), load_prompts(config.prompts.evaluation),
+        registry.load_mixture([r.section() for r in config.rewards], config.aggregate),
+        registry.load_reported([r.section() for r in config.report_rewards]),
+    )  # fmt: skip
+    for name, prompts in ((config.prompts.train, inputs.train), (config.prompts.evaluation, inputs.held_out)):
+        for scorer in inputs.scorers:
             try:
                 scorer.reward.validate(prompts.texts, prompts.metadata)
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
     try:
-        draw_samples(train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
+        draw_samples(inputs.train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     except ValueError as error:
         raise ValueError(f"prompt file {config.prompts.train}: {error}") from error
-    return Inputs(train, held_out, reward, report)
+    return inputs
 
 
 def assemble(config: Config) -> RunParts:
     """Build and check them. ValueError or FileNotFoundError tells what to change."""
     inputs = read_inputs(config)
-    for scorer in (*(part.scorer for part in inputs.reward.parts), *inputs.report.values()):
+    for scorer in inputs.scorers:
         known_answers.check(scorer.reward)
     objective = plugins.build("objectives", config.objective.section(), where="objective")
     needs = objective.needs

@@ -49,7 +49,8 @@ def roll(
     latents: list[Tensor] = []
     images: list[Tensor] = []
     done = 0
-    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise, common_steps(stochastic)):
+    common = common_steps(stochastic) if shared_noise else 0
+    for chunk in _chunks(model, prompts, samples, batch, guidance, seed, shared_noise, common):
         steps = (sigmas, step_rule, stochastic, chunk.noise)
         if tail is None:
             walk = sample(chunk.velocity, chunk.start(), *steps, keep=stochastic)
@@ -130,20 +131,20 @@ class _Chunk:
     seed: int
     shared_noise: bool
     common: int = 0
-    """with shared noise: the steps before this one are computed once for all members of a group"""
+    """the steps before this one are computed once for all members of a group, which are one state there"""
 
     def start(self) -> Tensor:
         return self._normal(root_keys(self.samples, self.seed, shared=self.shared_noise))
 
     def velocity(self, x_t: Tensor, step: int, sigma: float) -> Tensor:
-        if not (self.shared_noise and step < self.common):
+        if step >= self.common:
             return guided(self.model, x_t, levels_of(x_t, sigma), self.texts, self.guidance)
-        groups = {s.group: k for k, s in reversed(list(enumerate(self.samples)))}
-        first = list(groups.values())
+        groups = [s.group for s in self.samples]
+        names = list(dict.fromkeys(groups))
+        first = [groups.index(name) for name in names]
         x_t, texts = x_t[first], [self.texts[k] for k in first]
         v = guided(self.model, x_t, levels_of(x_t, sigma), texts, self.guidance)
-        place = {group: row for row, group in enumerate(groups)}
-        return v[[place[s.group] for s in self.samples]]
+        return v[[names.index(group) for group in groups]]
 
     def noise(self, step: int) -> Tensor:
         return self._normal([seeds.key(self.seed, SDE_SEED, s.id, step) for s in self.samples])
