@@ -126,9 +126,28 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
             f"rollout.tail: objective {name} has no noisy steps for a tail to follow; leave it out, and choose "
             "rollout.solver and rollout.steps"
         )
+    if config.rollout.shared_noise and _draws_nothing(config, needs):
+        problems.append(
+            "rollout.shared_noise = true: rollout.solver draws no noise, so the pictures of a group would be one; use "
+            "false, or a solver with noise"
+        )
     if kind == "anchor_fork" and config.rollout.tail is not None:
         problems.append("rollout.tail: a forked path has its own end; leave the tail out, or use independent rollouts")
     return problems
+
+
+def _draws_nothing(config: Config, needs: Needs) -> bool:
+    """Whether the solver of the rollouts has no noise at any step."""
+    try:
+        solver = solver_of(config, needs)
+    except ValueError:
+        return False  # reported on its own
+    return solver is not None and not solver.coefficients(_probe(solver)).std.any()
+
+
+def _probe(solver: Solver) -> torch.Tensor:
+    """A fine grid of the solver's kind of model."""
+    return torch.linspace(*PROBES[_process(solver)], 1001, dtype=torch.float64)
 
 
 def evaluation_solver_of(config: Config) -> Solver:
@@ -145,7 +164,7 @@ def _walking(part: PartConfig, where: str, config: Config) -> Solver:
     """A solver that fits the model and walks from its first level. The probe is fine: how coarse is the model's own."""
     solver: Solver = _fitting("solvers", part, where, config)
     try:
-        solver.coefficients(torch.linspace(*PROBES[_process(solver)], 1001, dtype=torch.float64))
+        solver.coefficients(_probe(solver))
     except ValueError as error:
         raise ValueError(f"{where}: {part.name} cannot walk the grid of this model: {error}") from error
     return solver

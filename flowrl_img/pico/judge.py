@@ -23,16 +23,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowrl_img.pico import architecture
-from flowrl_img.pico.pool import MIX, rich_caption
+from flowrl_img.pico.pool import MIX, cell_labels, rich_caption
 from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world.render import render
 from flowrl_img.world.scenes import SIZE, scene_for
 from flowrl_img.world.splits import prompts_of, random_text
-from flowrl_img.world.vocabulary import sign_prompt
+from flowrl_img.world.vocabulary import CHARACTERS, COLORS, SHAPES, sign_prompt
 
 __all__ = ["JUDGES", "Judge", "build", "preferences", "save", "scenes", "train_judge"]
 
-PATCH, VISION, TEXT, EMBED = 8, 144, 96, 64
+PATCH, VISION, TEXT, EMBED = 8, 128, 96, 96
+LAYERS, CELL_LAYER = 4, 2
+CELL_CLASSES = (1 + len(SHAPES), 1 + len(COLORS), 1 + len(CHARACTERS))
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,13 @@ class Judge:
     """share of position captions that name the colours too"""
     noise: float
     """largest standard deviation of pixel noise, in [0, 1]"""
-    steps: int = 6000
+    steps: int = 4000
     batch: int = 64
-    wrong: int = 2
+    wrong: int = 4
     """wrong captions for every picture"""
-    lr: float = 1e-3
+    cell_weight: float = 0.5
+    """weight of the loss that names the content of cells"""
+    lr: float = 2e-3
     warmup: int = 300
 
 
@@ -76,7 +80,7 @@ def build(tokenizer: Any) -> Any:
     }  # fmt: skip
     vision = {
         "image_size": SIZE, "patch_size": PATCH, "hidden_size": VISION, "intermediate_size": 4 * VISION,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_act": "gelu", "projection_dim": EMBED,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "hidden_act": "gelu", "projection_dim": EMBED,
     }  # fmt: skip
     return CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=EMBED))
 
@@ -86,8 +90,8 @@ def _records(splits: tuple[str, ...]) -> dict[str, list[dict]]:
     return {task: [r for split in splits for r in prompts_of(split, task)] for task in MIX if task != "ocr"}
 
 
-def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Tensor, str]]:
-    """Pictures uint8 [64, 64, 3] with captions; the k-th is a pure function of (seed, k)."""
+def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Tensor, str, Tensor]]:
+    """Pictures uint8 [64, 64, 3], captions and cell labels int64 [3, 64]; the k-th is a function of (seed, k)."""
     records = _records(splits)
     tasks, shares = list(MIX), np.array(list(MIX.values()))
     k = 0
@@ -100,7 +104,8 @@ def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Te
             record = records[task][rng.integers(len(records[task]))]
         scene = scene_for(record, rng)
         caption = rich_caption(record, scene) if task == "position" and rng.uniform() < rich else record["prompt"]
-        yield torch.from_numpy(np.array(render(scene))), caption
+        cells = torch.from_numpy(cell_labels(scene)).flatten(1).long()
+        yield torch.from_numpy(np.array(render(scene))), caption, cells
         k += 1
 
 
@@ -110,70 +115,114 @@ def pixels_of(pictures: Tensor) -> Tensor:
 
 
 def embed(net: Any, tokenizer: Any, pixels: Tensor, captions: list[str]) -> tuple[Tensor, Tensor]:
-    """Unit rows of pictures [B, 64] and captions [C, 64]."""
+    """Unit rows of pictures [B, EMBED] and captions [C, EMBED]."""
+    return _embed_pictures(net, pixels)[0], _embed_captions(net, tokenizer, captions)
+
+
+def _embed_pictures(net: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Unit rows [B, EMBED] and the cells of the middle layer [B, 64, VISION]."""
+    out = net.vision_model(pixel_values=pixels, output_hidden_states=True)
+    return F.normalize(net.visual_projection(out.pooler_output), dim=-1), out.hidden_states[CELL_LAYER][:, 1:]
+
+
+def _embed_captions(net: Any, tokenizer: Any, captions: list[str]) -> Tensor:
     ids = tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
-    seen = net.visual_projection(net.vision_model(pixel_values=pixels).pooler_output)
     read = net.text_model(input_ids=ids["input_ids"], attention_mask=ids["attention_mask"]).pooler_output
-    return F.normalize(seen, dim=-1), F.normalize(net.text_projection(read), dim=-1)
+    return F.normalize(net.text_projection(read), dim=-1)
 
 
-def contrastive_loss(net: Any, tokenizer: Any, pixels: Tensor, captions: list[str], wrong: list[str]) -> Tensor:
-    """Pictures choose among true and wrong captions, true captions among pictures; equal captions do not compete."""
-    pictures, texts = embed(net, tokenizer, pixels, [*captions, *wrong])
-    logits = net.logit_scale.exp().clamp(max=100.0) * pictures @ texts.T
-    here = torch.tensor([[a == b for b in [*captions, *wrong]] for a in captions])
-    here &= ~torch.eye(len(captions), len(here[0]), dtype=torch.bool)
+def contrastive_loss(scale: Tensor, pictures: Tensor, texts: Tensor, captions: list[str]) -> Tensor:
+    """Pictures choose among true and wrong captions, true captions among pictures; equal captions do not compete.
+
+    scale: logit scale. pictures: [B, E]. texts: [B + W, E], those of `captions`: B true ones, then W wrong ones.
+    """
+    count = len(pictures)
+    logits = scale * pictures @ texts.T
+    here = torch.tensor([[a == b for b in captions] for a in captions[:count]])
+    here &= ~torch.eye(count, len(captions), dtype=torch.bool)
     logits = logits.masked_fill(here, -1e4)
-    target = torch.arange(len(captions))
-    return (F.cross_entropy(logits, target) + F.cross_entropy(logits[:, : len(captions)].T, target)) / 2
+    target = torch.arange(count)
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits[:, :count].T, target)) / 2
+
+
+def cell_loss(logits: Tensor, cells: Tensor) -> Tensor:
+    """What stands in each cell: cross entropy, mean over occupied cells plus a tenth of that over empty ones.
+
+    logits: [B, 64, sum of CELL_CLASSES]. cells: int64 [B, 3, 64]. Only training has it; the saved encoder does not.
+    """
+    losses = []
+    for k, part in enumerate(logits.split(CELL_CLASSES, dim=-1)):
+        loss, full = F.cross_entropy(part.transpose(1, 2), cells[:, k], reduction="none"), cells[:, k] > 0
+        losses += [loss[rows].mean() * weight for rows, weight in ((full, 1.0), (~full, 0.1)) if rows.any()]
+    return torch.stack(losses).sum()
+
+
+class _Trained(torch.nn.Module):
+    """The encoder, and the head that names the content of cells while it is trained."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__()
+        self.net = build(tokenizer)
+        self.cells = torch.nn.Linear(VISION, sum(CELL_CLASSES))
 
 
 def train_judge(folder: Path, plan: Judge, minutes: float | None = None) -> Any:
     """Train from nothing, or on from `folder/judge.pt`; returns the CLIPModel. minutes: stop after this time."""
     tokenizer = architecture.tokenizer()
     torch.manual_seed(plan.seed)
-    net = build(tokenizer).train()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.05)
+    model = _Trained(tokenizer).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.98), weight_decay=0.05)
     state, step, began = folder / "judge.pt", 0, time.monotonic()
     if state.exists():
         saved = torch.load(state, weights_only=True)
-        net.load_state_dict(saved["net"])
+        model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
     while step < plan.steps and (minutes is None or time.monotonic() - began < 60 * minutes):
-        loss = _step(net, tokenizer, optimizer, plan, step)
+        losses = _step(model, tokenizer, optimizer, plan, step)
         step += 1
         if step % 100 == 0 or step == plan.steps:
             with (folder / "judge_log.jsonl").open("a") as log:
-                log.write(json.dumps({"step": step, "loss": round(loss, 4)}) + "\n")
+                log.write(json.dumps({"step": step, **losses}) + "\n")
         if step % 500 == 0:
-            _keep(state, net, optimizer, step)
-    _keep(state, net, optimizer, step)
-    return net.eval()
+            _keep(state, model, optimizer, step)
+    _keep(state, model, optimizer, step)
+    return model.net.eval()
 
 
-def _step(net: Any, tokenizer: Any, optimizer: torch.optim.Optimizer, plan: Judge, step: int) -> float:
+def _step(model: _Trained, tokenizer: Any, optimizer: Any, plan: Judge, step: int) -> dict[str, float]:
+    pixels, captions, cells = _batch(plan, step)
+    pictures, middle = _embed_pictures(model.net, pixels)
+    texts = _embed_captions(model.net, tokenizer, captions)
+    losses = {
+        "contrastive": contrastive_loss(model.net.logit_scale.exp().clamp(max=100.0), pictures, texts, captions),
+        "cells": cell_loss(model.cells(middle), cells),
+    }
+    for group in optimizer.param_groups:
+        group["lr"] = plan.lr * min((step + 1) / plan.warmup, 1.0) * (0.5 + 0.5 * math.cos(math.pi * step / plan.steps))
+    optimizer.zero_grad()
+    (losses["contrastive"] + plan.cell_weight * losses["cells"]).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return {name: round(float(loss.detach()), 4) for name, loss in losses.items()}
+
+
+def _batch(plan: Judge, step: int) -> tuple[Tensor, list[str], Tensor]:
+    """Noisy pixels [B, 3, 64, 64], B captions followed by their wrong ones, cell labels [B, 3, 64]."""
     rng = np.random.default_rng([plan.seed, step, 1])
     source = scenes(plan.splits, plan.rich, plan.seed * 10_000 + step)
-    pictures, captions = zip(*(next(source) for _ in range(plan.batch)))
+    pictures, captions, cells = zip(*(next(source) for _ in range(plan.batch)))
     wrong = [wrong_caption(c, rng) for c in captions for _ in range(plan.wrong)]
     generator = torch.Generator().manual_seed(plan.seed + step)
     spread = plan.noise * torch.rand(plan.batch, 1, 1, 1, generator=generator)
     pixels = pixels_of(torch.stack(pictures))
     pixels = (pixels + 2 * spread * torch.randn(pixels.shape, generator=generator)).clamp(-1, 1)
-    for group in optimizer.param_groups:
-        group["lr"] = plan.lr * min((step + 1) / plan.warmup, 1.0) * (0.5 + 0.5 * math.cos(math.pi * step / plan.steps))
-    loss = contrastive_loss(net, tokenizer, pixels, list(captions), wrong)
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-    optimizer.step()
-    return float(loss.detach())
+    return pixels, [*captions, *wrong], torch.stack(cells)
 
 
-def _keep(state: Path, net: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _keep(state: Path, model: _Trained, optimizer: torch.optim.Optimizer, step: int) -> None:
     partial = state.with_suffix(".part")
-    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, partial)
     partial.replace(state)
 
 
@@ -187,7 +236,7 @@ def preferences(net: Any, splits: tuple[str, ...], pictures: int = 1000, seed: i
     hits: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     source = scenes(splits, 0.4, -seed % 2**31)
     for _ in range(0, pictures, 50):
-        batch, captions = zip(*(next(source) for _ in range(50)))
+        batch, captions, _ = zip(*(next(source) for _ in range(50)))
         pairs = [(row, kind) for row, caption in enumerate(captions) for kind in kinds_in(caption)]
         wrong = [wrong_caption(captions[row], rng, kind) for row, kind in pairs]
         seen, read = embed(net, tokenizer, pixels_of(torch.stack(batch)), [*captions, *wrong])

@@ -29,6 +29,7 @@ def test_published_recipes_do_the_same_on_one_process_and_on_eight(name):
         (["rollout.policy=ema", "weights.ema=null"], "weights.ema is null, so there is no average"),
         (["rollout.kind=anchor_fork", "rollout.tail={ratio: 0.5}"], "a forked path has its own end"),
         (["objective={name: nft}", "rollout.tail={ratio: 0.5}"], "nft has no noisy steps for a tail to follow"),
+        (["objective={name: nft}", "rollout.shared_noise=true"], "the pictures of a group would be one"),
         (["objective={name: nft}", "matching.times={name: grid, count: 11}"], "only 10 steps lie in [0, 10)"),
         (["objective={name: nft}", "matching.times={name: gird}"], "did you mean 'grid'?"),
         (["objective={name: nft}", "weights.old.decay={name: coppy}"], "weights.old.decay: no decay is called 'coppy'"),

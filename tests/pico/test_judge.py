@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from flowrl_img.pico import architecture, judge
-from flowrl_img.pico.judge import JUDGES, build, contrastive_loss, pixels_of, preferences, save, scenes, train_judge
+from flowrl_img.pico.judge import (
+    CELL_CLASSES,
+    JUDGES,
+    build,
+    cell_loss,
+    contrastive_loss,
+    pixels_of,
+    preferences,
+    save,
+    scenes,
+    train_judge,
+)
 from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world import TASKS, prompts_of
 
@@ -57,21 +68,32 @@ def test_an_attribute_that_is_not_stated_is_refused():
 def test_scenes_are_pure_in_their_seed_and_of_the_splits_asked_for():
     first, second, other = (scenes(("train",), 0.4, seed) for seed in (5, 5, 6))
     a, b, c = ([next(source) for _ in range(8)] for source in (first, second, other))
-    assert [caption for _, caption in a] == [caption for _, caption in b]
-    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(a, b, strict=True))
-    assert [caption for _, caption in a] != [caption for _, caption in c]
+    assert [caption for _, caption, _ in a] == [caption for _, caption, _ in b]
+    assert all(
+        torch.equal(x, y) for one, two in zip(a, b, strict=True) for x, y in zip(one[::2], two[::2], strict=True)
+    )
+    assert [caption for _, caption, _ in a] != [caption for _, caption, _ in c]
 
 
 def test_equal_captions_do_not_compete():
-    tokenizer = architecture.tokenizer()
-    torch.manual_seed(0)
-    net = build(tokenizer).eval()
-    pixels = pixels_of(torch.stack([next(scenes(("train",), 0.0, k))[0] for k in range(2)]))
-    once = contrastive_loss(net, tokenizer, pixels[:1], ["a photo of a ring"], ["a photo of a star"])
-    twice = contrastive_loss(
-        net, tokenizer, pixels[:1].repeat(2, 1, 1, 1), ["a photo of a ring"] * 2, ["a photo of a star"]
-    )
+    rows = torch.nn.functional.normalize(torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    picture, ring, star = rows[:1], rows[1:2], rows[2:]
+    scale = torch.tensor(10.0)
+    once = contrastive_loss(scale, picture, torch.cat([ring, star]), ["a ring", "a star"])
+    twice = contrastive_loss(scale, picture.repeat(2, 1), torch.cat([ring, ring, star]), ["a ring", "a ring", "a star"])
     torch.testing.assert_close(once, twice)
+    assert contrastive_loss(scale, picture, torch.cat([ring, star]), ["a ring", "a ring"]) < 1e-6
+
+
+def test_cells_are_named_by_their_content():
+    cells = next(scenes(("train",), 0.0, 3))[2][None]
+    assert cells.shape == (1, 3, 64) and (cells > 0).any()
+    right = torch.cat([torch.nn.functional.one_hot(cells[:, k], n) for k, n in enumerate(CELL_CLASSES)], -1).float()
+    assert cell_loss(20 * right, cells) < 1e-4
+    assert cell_loss(torch.zeros_like(right), cells) > 2
+    nothing = torch.zeros(1, 3, 64, dtype=torch.int64)
+    empty = cell_loss(torch.zeros_like(right), nothing)
+    torch.testing.assert_close(empty, 0.1 * sum(torch.tensor(float(n)).log() for n in CELL_CLASSES))
 
 
 def test_a_stopped_judge_goes_on_to_the_same_weights(tmp_path, monkeypatch):
@@ -99,7 +121,7 @@ def test_the_saved_folder_is_read_by_the_clip_reward(tmp_path):
     save(net, tmp_path / "judge")
     assert sum(f.stat().st_size for f in (tmp_path / "judge").rglob("*") if f.is_file()) < 5e6
     reward = registry.load("clipscore", model=str(tmp_path / "judge"), processor=str(tmp_path / "judge"))
-    picture, caption = next(scenes(("test",), 0.0, 3))
+    picture, caption, _ = next(scenes(("test",), 0.0, 3))
     scored = reward(RewardBatch(picture[None], [caption], [{}], ["0"])).values
     with torch.no_grad():
         seen, read = judge.embed(net, architecture.tokenizer(), pixels_of(picture[None]), [caption])
