@@ -3,7 +3,7 @@
     python scripts/compare_algorithms.py all
 
 Runs go to `assets/benchmarks/algorithms`, one folder each; what is there is not run again. `status` says what is
-missing and how long it is.
+missing and how long it is. Several processes of `tune` or `run` share the work: each takes runs that no other is at.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _measure(journal: Any, pictures: int) -> Any:
         with torch.no_grad():
             return clip.embed_pixels(clip.pixels.pictures(to_uint8(pictures)[0]))
 
-    return lambda run: measure_run(run, pictures=pictures, judge=embed)
+    bases: dict[str, Any] = {}
+    return lambda run: measure_run(run, pictures=pictures, judge=embed, bases=bases)
 
 
 def _kept(cells: list[Any], only: list[str] | None) -> list[Any]:
@@ -63,8 +64,8 @@ def tune(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = No
     cells = journal.trials(TUNED_ON, TUNING_SEED)
     measure = _measure(journal, journal.settings.pictures)
     for cell in _kept(cells, only):
-        found = journal.run(cell, measure)
-        print(f"{cell.id}: tuning reward {found['after']['reward'][0]:.4f}", flush=True)
+        if (found := journal.run(cell, measure)) is not None:
+            print(f"{cell.id}: tuning reward {found['after']['reward'][0]:.4f}", flush=True)
     print(journal.choose(cells))
 
 
@@ -74,9 +75,9 @@ def run(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = Non
     journal = _journal(folder, settings)
     measure = _measure(journal, journal.settings.final_pictures)
     for cell in _kept(journal.settings.cells(), only):
-        found = journal.run(cell, measure)
-        value, low, high = found["gain"]["reward"]
-        print(f"{cell.id}: gain {value:+.4f} [{low:+.4f}, {high:+.4f}]", flush=True)
+        if (found := journal.run(cell, measure)) is not None:
+            value, low, high = found["gain"]["reward"]
+            print(f"{cell.id}: gain {value:+.4f} [{low:+.4f}, {high:+.4f}]", flush=True)
 
 
 @app.command()

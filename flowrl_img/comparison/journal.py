@@ -8,11 +8,13 @@ FOLDER/tuned.json    which trial of each algorithm was chosen, and what all of t
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,25 +48,34 @@ class Journal:
         number = self.chosen().get(cell.algorithm, 0) if cell.trial is None else cell.trial
         return cell.config(self.settings, trials[number], self.place(cell), self.judge)
 
-    def run(self, cell: Cell, measure: Measure, train: Run | None = None) -> Mapping[str, Any]:
-        """Train and measure unless it is done. What an interrupted attempt left is thrown away."""
+    def run(self, cell: Cell, measure: Measure, train: Run | None = None) -> Mapping[str, Any] | None:
+        """Train and measure unless it is done; None while another process is at it, so several share the work.
+
+        What an interrupted attempt left is thrown away.
+        """
         place = self.place(cell)
-        if not self.done(cell):
-            shutil.rmtree(place, ignore_errors=True)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            recipe = place.with_suffix(".yaml")
-            recipe.write_text(recipes.to_yaml(self.config(cell)))
-            (train or _train)(recipe)
-            found = dict(measure(place))
-            for checkpoint in place.glob("checkpoint-*"):
-                shutil.rmtree(checkpoint)
-            recipe.unlink()
-            if (output := recipe.with_suffix(".log")).is_file():
-                output.rename(place / "output.log")
-            partial = place / "measured.json.part"
-            partial.write_text(json.dumps(found, indent=1))
-            partial.rename(place / "measured.json")
+        with _claimed(place) as ours:
+            if not ours:
+                return None
+            if not self.done(cell):
+                self._run(cell, measure, train or _train)
         return json.loads((place / "measured.json").read_text())
+
+    def _run(self, cell: Cell, measure: Measure, train: Run) -> None:
+        place = self.place(cell)
+        shutil.rmtree(place, ignore_errors=True)
+        recipe = place.with_suffix(".yaml")
+        recipe.write_text(recipes.to_yaml(self.config(cell)))
+        train(recipe)
+        found = dict(measure(place))
+        for checkpoint in place.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+        recipe.unlink()
+        if (output := recipe.with_suffix(".log")).is_file():
+            output.rename(place / "output.log")
+        partial = place / "measured.json.part"
+        partial.write_text(json.dumps(found, indent=1))
+        partial.rename(place / "measured.json")
 
     def trials(self, reward: str, seed: int) -> list[Cell]:
         """The tuning runs of every algorithm."""
@@ -94,6 +105,21 @@ class Journal:
         """Chosen trials by algorithm; empty before tuning."""
         file = self.folder / "tuned.json"
         return {name: row["chosen"] for name, row in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+
+@contextmanager
+def _claimed(place: Path) -> Iterator[bool]:
+    """Whether this process may write to `place`; the claim ends with the block, and with the process."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    lock = place.with_suffix(".lock")
+    with lock.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+        lock.unlink(missing_ok=True)
 
 
 def _train(recipe: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +29,57 @@ from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.types import PromptSet, Sample
 from flowrl_img.weights import WeightSets
 
-__all__ = ["diversity", "kl_to_base", "measure_run", "tuned_and_base"]
+__all__ = ["base_key", "diversity", "kl_to_base", "measure_run", "tuned_and_base"]
 
 KL_STEPS, KL_NOISE = 10, 0.7
 
 
+Base = tuple[Evaluation, float]
+"""Evaluation and diversity of the untuned weights."""
+
+
 def measure_run(
-    run: Path, *, pictures: int, judge: Any, prompts: int = 24, per_prompt: int = 8, kl_pictures: int = 48
-) -> dict[str, Any]:
+    run: Path, *, pictures: int, judge: Any, prompts: int = 24, per_prompt: int = 8, kl_pictures: int = 48,
+    bases: MutableMapping[str, Base] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Of the latest checkpoint of `run`: {before, after, gain} by column, {diversity: {before, after}}, kl.
 
     Values of columns are [mean, low, high] over tasks. judge: embeds pictures, float [B, 3, H, W] -> unit rows.
+    bases: what is known of untuned weights, by what they depend on; this run's is looked up there, or put there.
     """
     config = recipes.load(str(run / "config.yaml"))
     parts, model, weights = tuned_and_base(config, run)
     few = choose_evenly(parts.held_out, prompts, config.prompts.balance)
     groups = [[Sample(s.prompt, s.group, image) for image in range(per_prompt)] for s in few]
     samples = choose_evenly(parts.held_out, pictures, config.prompts.balance)
-    found: dict[str, Any] = {"diversity": {}}
-    evaluations: dict[str, Evaluation] = {}
-    for label, weight_set in (("before", "reference"), ("after", "current")):
+
+    def of(weight_set: str) -> Base:
         with weights.use(weight_set):
-            evaluations[label] = _evaluated(config, parts, model, samples)
-            found["diversity"][label] = diversity(parts, model, groups, judge)
-    shared = [c for c in evaluations["before"].columns if c in evaluations["after"].columns]
-    for label, evaluation in evaluations.items():
-        found[label] = {column: _triple(level(evaluation, column)) for column in shared}
-    found["gain"] = {c: _triple(gain(evaluations["before"], evaluations["after"], c)) for c in shared}
+            return _evaluated(config, parts, model, samples), diversity(parts, model, groups, judge)
+
+    bases, base = {} if bases is None else bases, f"{base_key(config)} {pictures} {prompts} {per_prompt}"
+    if base not in bases:
+        bases[base] = of("reference")
+    (before, spread_before), (after, spread_after) = bases[base], of("current")
+    columns = [c for c in before.columns if c in after.columns]
     near = choose_evenly(parts.held_out, kl_pictures, config.prompts.balance)
-    found["kl"] = kl_to_base(model, weights, parts.held_out, near, batch=config.evaluation.batch)
-    return found | {"pictures": len(samples)}
+    return {
+        "before": {c: _triple(level(before, c)) for c in columns},
+        "after": {c: _triple(level(after, c)) for c in columns},
+        "gain": {c: _triple(gain(before, after, c)) for c in columns},
+        "diversity": {"before": spread_before, "after": spread_after},
+        "kl": kl_to_base(model, weights, parts.held_out, near, batch=config.evaluation.batch),
+        "pictures": len(samples),
+    }
+
+
+def base_key(config: Config) -> str:
+    """What a held-out evaluation of the untuned weights depends on; runs that agree in it have the same base."""
+    sections = config.model_dump(mode="json", include={"model", "prompts", "rewards", "report_rewards", "evaluation"})
+    for section, field in (("prompts", "train"), ("prompts", "shares"), ("evaluation", "every"),
+                           ("evaluation", "pictures"), ("evaluation", "sheet")):  # fmt: skip
+        sections[section].pop(field, None)
+    return json.dumps(sections, sort_keys=True)
 
 
 def tuned_and_base(config: Config, run: Path) -> tuple[RunParts, Any, WeightSets]:

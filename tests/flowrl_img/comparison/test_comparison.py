@@ -148,6 +148,20 @@ def test_a_finished_cell_is_not_run_again_and_an_interrupted_one_starts_afresh(j
     assert kept == {"config.yaml", "metrics.jsonl", "evaluations.jsonl", "measured.json"}
 
 
+def test_two_processes_do_not_run_the_same_cell(journal):
+    cell, inner = Cell("geneval", "nft", 0), []
+    train = pretend([0.4, 0.6])
+
+    def meanwhile(recipe):
+        inner.append(journal.run(cell, measured(0.9), train))
+        train(recipe)
+
+    found = journal.run(cell, measured(0.2), meanwhile)
+    assert inner == [None]
+    assert found["gain"]["reward"][0] == 0.2
+    assert sorted(p.name for p in journal.place(cell).parent.iterdir()) == ["seed0"]
+
+
 def test_tuning_chooses_the_best_trial_and_the_comparison_uses_it(journal):
     for cell in journal.trials("geneval", 100):
         journal.run(cell, measured(0.1 * (1 + cell.trial) if cell.algorithm == "nft" else 0.1), pretend([0.4, 0.5]))

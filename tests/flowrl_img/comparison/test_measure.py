@@ -60,3 +60,22 @@ def test_pictures_of_a_prompt_that_are_equal_have_no_diversity(run):
     assert diversity(parts, model, same, judge) == pytest.approx(0, abs=1e-6)
     different = [[Sample(0, "g", k) for k in range(3)]]
     assert diversity(parts, model, different, judge) > 1e-4
+
+
+def test_the_base_is_measured_once_for_runs_that_agree_in_it(run, monkeypatch):
+    from flowrl_img.comparison import measure
+    from flowrl_img.config import Config
+
+    seen, evaluated = [], measure._evaluated
+    monkeypatch.setattr(measure, "_evaluated", lambda *args: seen.append(1) or evaluated(*args))
+    bases, sizes = {}, {"pictures": 6, "judge": judge, "prompts": 2, "per_prompt": 3, "kl_pictures": 4}
+    first = measure.measure_run(run, bases=bases, **sizes)
+    assert measure.measure_run(run, bases=bases, **sizes) == first == measure.measure_run(run, **sizes)
+    assert len(seen) == 2 + 1 + 2
+
+    data = yaml.safe_load((run / "config.yaml").read_text())
+    key = measure.base_key(Config.model_validate(data))
+    data["optimizer"]["lr"], data["run"]["seed"] = 1e-5, 7
+    assert measure.base_key(Config.model_validate(data)) == key
+    data["evaluation"]["steps"] += 1
+    assert measure.base_key(Config.model_validate(data)) != key
