@@ -87,7 +87,7 @@ def test_recipes_hold_the_published_sizes(name):
         ("sd35-awm-geneval", {"weighting": "ghuber", "power": 0.25, "kl_weight": 1e-3, "trust_weight": 1.0}),
         ("sd35-awm-ocr", {"kl_weight": 3e-3}),
         ("sd35-awm-pickscore", {"kl_weight": 1e-4}),
-        ("sd35-dgpo-geneval", {"beta_dpo": 100, "clip_range": 1e-2, "kl_weight": 0.02}),
+        ("sd35-dgpo-geneval", {"beta_dpo": 101, "clip_range": 1e-2, "kl_weight": 0.02}),
         ("sd35-dgpo-pickscore", {"beta_dpo": 10, "clip_range": 5e-2, "kl_weight": 0.001}),
     ],
 )  # fmt: skip
