@@ -34,7 +34,7 @@ def _journal(folder: Path, settings: Path) -> Any:
     return Journal(folder, loaded, judge.resolve())
 
 
-def _measure(journal: Any, pictures: int) -> Any:
+def _measure(journal: Any) -> Any:
     """Measures of a run folder with the judge's embedding."""
     import torch
 
@@ -50,6 +50,7 @@ def _measure(journal: Any, pictures: int) -> Any:
             return clip.embed_pixels(clip.pixels.pictures(to_uint8(pictures)[0]))
 
     bases: dict[str, Any] = {}
+    pictures = journal.settings.final_pictures
     return lambda run: measure_run(run, pictures=pictures, judge=embed, bases=bases)
 
 
@@ -60,11 +61,12 @@ def _kept(cells: list[Any], only: list[str] | None) -> list[Any]:
 @app.command()
 def tune(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = None) -> None:
     """Run the trials of each algorithm on the tuning split and write the best of each to tuned.json."""
+    from flowrl_img.comparison.measure import last_evaluation
+
     journal = _journal(folder, settings)
     cells = journal.trials(TUNED_ON, TUNING_SEED)
-    measure = _measure(journal, journal.settings.pictures)
     for cell in _kept(cells, only):
-        if (found := journal.run(cell, measure)) is not None:
+        if (found := journal.run(cell, last_evaluation)) is not None:
             print(f"{cell.id}: tuning reward {found['after']['reward'][0]:.4f}", flush=True)
     print(journal.choose(cells))
 
@@ -73,7 +75,7 @@ def tune(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = No
 def run(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = None) -> None:
     """Run every cell that is missing, the first seed of everybody first."""
     journal = _journal(folder, settings)
-    measure = _measure(journal, journal.settings.final_pictures)
+    measure = _measure(journal)
     for cell in _kept(journal.settings.cells(), only):
         if (found := journal.run(cell, measure)) is not None:
             value, low, high = found["gain"]["reward"]

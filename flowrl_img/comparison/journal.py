@@ -1,8 +1,8 @@
 """The journal of a comparison: one folder for each run, complete or thrown away, so that a stopped comparison goes on.
 
 FOLDER/<reward>/<algorithm>/<seed|trial>/
-    config.yaml  metrics.jsonl  evaluations.jsonl  ...   the run's own files, without its checkpoints
-    measured.json    base against tuned, diversity and KL; its presence says that the run is complete
+    config.yaml  metrics.jsonl  evaluations.jsonl  ...   the run's own files; of its checkpoints the last
+    measured.json    base against tuned; its presence says that the run is complete
 FOLDER/tuned.json    which trial of each algorithm was chosen, and what all of them reached
 """
 
@@ -68,7 +68,7 @@ class Journal:
         recipe.write_text(recipes.to_yaml(self.config(cell)))
         train(recipe)
         found = dict(measure(place))
-        for checkpoint in place.glob("checkpoint-*"):
+        for checkpoint in sorted(place.glob("checkpoint-*"))[:-1]:
             shutil.rmtree(checkpoint)
         recipe.unlink()
         if (output := recipe.with_suffix(".log")).is_file():

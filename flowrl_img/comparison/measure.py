@@ -29,7 +29,7 @@ from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.types import PromptSet, Sample
 from flowrl_img.weights import WeightSets
 
-__all__ = ["base_key", "diversity", "kl_to_base", "measure_run", "tuned_and_base"]
+__all__ = ["base_key", "diversity", "kl_to_base", "last_evaluation", "measure_run", "tuned_and_base"]
 
 KL_STEPS, KL_NOISE = 10, 0.7
 
@@ -80,6 +80,15 @@ def base_key(config: Config) -> str:
                            ("evaluation", "pictures"), ("evaluation", "sheet")):  # fmt: skip
         sections[section].pop(field, None)
     return json.dumps(sections, sort_keys=True)
+
+
+def last_evaluation(run: Path) -> dict[str, Any]:
+    """{before, after} of a run's own first and last held-out evaluation, [mean] by column: enough to choose a trial."""
+    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    return {
+        label: {column: [value] for column, value in row["means"].items()}
+        for label, row in (("before", rows[0]), ("after", rows[-1]))
+    }
 
 
 def tuned_and_base(config: Config, run: Path) -> tuple[RunParts, Any, WeightSets]:

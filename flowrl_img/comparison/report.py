@@ -39,7 +39,11 @@ class Curve:
 
 
 def curve_of(run: Path, cost_per_rollout: int, updates_per_rollout: int) -> Curve:
-    """From the run's evaluations.jsonl and metrics.jsonl. Seconds leave held-out evaluation out."""
+    """From the run's evaluations.jsonl and metrics.jsonl. Seconds leave held-out evaluation out.
+
+    Along a run few pictures are drawn, at its ends many: its points are their gains over the base on the same pictures,
+    added to the base on many, and its last is measured on many.
+    """
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clock = {0: 0.0} | {
         row["update"]: sum(s for phase, s in row["seconds"].items() if phase != "evaluation") for row in metrics
@@ -48,10 +52,12 @@ def curve_of(run: Path, cost_per_rollout: int, updates_per_rollout: int) -> Curv
     for line in (run / "evaluations.jsonl").read_text().splitlines():
         row = json.loads(line)
         points[row["update"]] = row["means"]["reward"]
-    updates = sorted(points)
+    updates, measured = sorted(points), json.loads((run / "measured.json").read_text())
+    base, final = (measured[label]["reward"][0] for label in ("before", "after"))
+    rewards = [base + points[update] - points[updates[0]] for update in updates]
     return Curve(
         [update / updates_per_rollout * cost_per_rollout for update in updates], [clock[update] for update in updates],
-        [points[update] for update in updates],
+        [*rewards[:-1], final],
     )  # fmt: skip
 
 

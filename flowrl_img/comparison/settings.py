@@ -46,6 +46,7 @@ class Settings(Section):
     tuning_budget: int = Field(gt=0, description="cost of one trial")
     points: int = Field(8, gt=0, description="held-out evaluations along a run")
     pictures: int = Field(192, gt=0, description="pictures of each of these")
+    tuning_pictures: int = Field(360, gt=0, description="pictures that a trial is judged by")
     final_pictures: int = Field(600, gt=0, description="paired pictures of base and tuned weights after a run")
     reference: str = Field("flow_grpo", description="the algorithm that the others are measured against")
     judge: str = Field("judges/held_out", description="CLIP encoder under assets/, or a folder")
@@ -88,7 +89,8 @@ class Cell:
         words = [
             *settings.common, *(change.format(split=split) for change in what.changes), *algorithm.changes, *changes,
             f"report_rewards=[{clip}]", f"run.seed={self.seed}", f"run.folder='{folder}'", "run.minutes=null",
-            "run.resume=null", f"run.threads={settings.threads}", f"evaluation.pictures={settings.pictures}",
+            "run.resume=null", f"run.threads={settings.threads}",
+            f"evaluation.pictures={settings.tuning_pictures if tuning else settings.pictures}",
         ]  # fmt: skip
         shortest = recipes.load(algorithm.recipe, [*words, "run.rollouts=1"])
         cost, budget = cost_of_rollout(shortest), settings.tuning_budget if tuning else settings.budget

@@ -8,6 +8,7 @@ import yaml
 
 from flowrl_img import recipes
 from flowrl_img.comparison.journal import Journal
+from flowrl_img.comparison.measure import last_evaluation
 from flowrl_img.comparison.report import Curve, curve_of, fewer, interval, results, table, write_report
 from flowrl_img.comparison.settings import Cell, cost_of_rollout, load_settings
 from flowrl_img.config import Config
@@ -105,7 +106,8 @@ def pretend(rewards):
 
         run = Path(config.run.folder)
         run.mkdir(parents=True)
-        (run / "checkpoint-000001").mkdir()
+        for number in (1, 2):
+            (run / f"checkpoint-{number:06d}").mkdir()
         (run / "config.yaml").write_text(recipe.read_text())
         updates = range(1, len(rewards))
         rows = [
@@ -120,9 +122,10 @@ def pretend(rewards):
 
 def measured(gain, kl=0.1):
     columns = {"reward": [gain, gain - 0.05, gain + 0.05], "geneval/strict": [gain / 2, 0.0, gain]}
-    level = {"reward": [0.4 + gain, 0.0, 1.0], "geneval/strict": [0.3, 0.2, 0.4]}
+    before = {"reward": [0.5, 0.0, 1.0], "geneval/strict": [0.3, 0.2, 0.4]}
+    level = {"reward": [0.5 + gain, 0.0, 1.0], "geneval/strict": [0.3 + gain / 2, 0.2, 0.4]}
     return lambda run: {
-        "before": level, "after": level, "gain": columns, "diversity": {"before": 0.3, "after": 0.2}, "kl": kl,
+        "before": before, "after": level, "gain": columns, "diversity": {"before": 0.3, "after": 0.2}, "kl": kl,
         "pictures": 10,
     }  # fmt: skip
 
@@ -145,7 +148,7 @@ def test_a_finished_cell_is_not_run_again_and_an_interrupted_one_starts_afresh(j
     assert len(runs) == 2
     assert found["gain"]["reward"][0] == 0.2
     kept = {p.name for p in journal.place(cell).iterdir()}
-    assert kept == {"config.yaml", "metrics.jsonl", "evaluations.jsonl", "measured.json"}
+    assert kept == {"config.yaml", "metrics.jsonl", "evaluations.jsonl", "measured.json", "checkpoint-000002"}
 
 
 def test_two_processes_do_not_run_the_same_cell(journal):
@@ -170,6 +173,13 @@ def test_tuning_chooses_the_best_trial_and_the_comparison_uses_it(journal):
     assert journal.config(Cell("geneval", "nft", 100, 0)).objective.section()["beta"] == 0.2
 
 
+def test_a_trial_is_judged_by_its_last_held_out_evaluation(journal):
+    cell = Cell("geneval", "nft", 100, 1)
+    found = journal.run(cell, last_evaluation, pretend([0.4, 0.5, 0.7]))
+    assert found == {"before": {"reward": [0.4]}, "after": {"reward": [0.7]}}
+    assert journal.config(cell).evaluation.pictures == journal.settings.tuning_pictures
+
+
 # --- report --------------------------------------------------------------------------------------------------------
 
 
@@ -185,7 +195,9 @@ def test_curves_leave_held_out_evaluation_out_of_the_seconds(tmp_path, journal):
     cell = Cell("geneval", "nft", 0)
     journal.run(cell, measured(0.2), pretend([0.4, 0.6, 0.7]))
     curve = curve_of(journal.place(cell), cost_per_rollout=50, updates_per_rollout=2)
-    assert curve == Curve([0, 25, 50], [0.0, 3.0, 6.0], [0.4, 0.6, 0.7])
+    assert curve.cost == [0, 25, 50]
+    assert curve.seconds == [0.0, 3.0, 6.0]
+    assert curve.reward == pytest.approx([0.5, 0.7, 0.7])  # before .5, gain on few pictures .2, after .7
 
 
 def test_an_interval_is_students():
