@@ -26,7 +26,7 @@ from flowrl_img.pico import architecture
 from flowrl_img.pico.pool import MIX, cell_labels, rich_caption
 from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world.render import render
-from flowrl_img.world.scenes import SIZE, scene_for
+from flowrl_img.world.scenes import SIZE, Scene, scene_for
 from flowrl_img.world.splits import prompts_of, random_text
 from flowrl_img.world.vocabulary import CHARACTERS, COLORS, SHAPES, sign_prompt
 
@@ -34,6 +34,7 @@ __all__ = ["JUDGES", "Judge", "build", "preferences", "save", "scenes", "train_j
 
 PATCH, VISION, TEXT, EMBED = 8, 128, 96, 96
 LAYERS, CELL_LAYER = 4, 2
+NEAR = 8  # pixels: nearer than this along an axis, neither object is to that side of the other
 CELL_CLASSES = (1 + len(SHAPES), 1 + len(COLORS), 1 + len(CHARACTERS))
 
 
@@ -56,6 +57,8 @@ class Judge:
     """wrong captions for every picture"""
     cell_weight: float = 0.5
     """weight of the loss that names the content of cells"""
+    side_weight: float = 0.0
+    """weight of the loss that names the side of the other object that each of two shapes is on"""
     lr: float = 2e-3
     warmup: int = 300
 
@@ -64,7 +67,7 @@ JUDGES = {
     # Never trained on, so it may know every combination: it has to judge those of the test split.
     "held_out": Judge(seed=1_000_003, splits=("train", "tune", "test"), rich=0.4, noise=0.06),
     # A reward: it knows what the generator was taught and no more.
-    "reward": Judge(seed=2_000_003, splits=("train",), rich=0.2, noise=0.03),
+    "reward": Judge(seed=2_000_003, splits=("train",), rich=0.2, noise=0.03, steps=3000, side_weight=0.5),
 }
 
 
@@ -90,8 +93,8 @@ def _records(splits: tuple[str, ...]) -> dict[str, list[dict]]:
     return {task: [r for split in splits for r in prompts_of(split, task)] for task in MIX if task != "ocr"}
 
 
-def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Tensor, str, Tensor]]:
-    """Pictures uint8 [64, 64, 3], captions and cell labels int64 [3, 64]; the k-th is a function of (seed, k)."""
+def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Tensor, str, Tensor, Tensor]]:
+    """Pictures uint8 [64, 64, 3], captions, cell labels int64 [3, 64], `sides`; the k-th is a function of (seed, k)."""
     records = _records(splits)
     tasks, shares = list(MIX), np.array(list(MIX.values()))
     k = 0
@@ -105,8 +108,23 @@ def scenes(splits: tuple[str, ...], rich: float, seed: int) -> Iterator[tuple[Te
         scene = scene_for(record, rng)
         caption = rich_caption(record, scene) if task == "position" and rng.uniform() < rich else record["prompt"]
         cells = torch.from_numpy(cell_labels(scene)).flatten(1).long()
-        yield torch.from_numpy(np.array(render(scene))), caption, cells
+        yield torch.from_numpy(np.array(render(scene))), caption, cells, sides(scene)
         k += 1
+
+
+def sides(scene: Scene) -> Tensor:
+    """int64 [2, 8], along x and y: 0 for a shape with a smaller coordinate than the other object's, 1 for a larger.
+
+    -100, which losses leave out, where that is not said: other numbers of objects, equal shapes, nearly equal places.
+    """
+    labels = torch.full((2, len(SHAPES)), -100)
+    if len(scene.objects) == 2 and scene.objects[0].shape != scene.objects[1].shape:
+        for axis in range(2):
+            places = [(item.x, item.y)[axis] for item in scene.objects]
+            if abs(places[0] - places[1]) >= NEAR:
+                for item, place in zip(scene.objects, places, strict=True):
+                    labels[axis, SHAPES.index(item.shape)] = int(place > min(places))
+    return labels
 
 
 def pixels_of(pictures: Tensor) -> Tensor:
@@ -157,13 +175,24 @@ def cell_loss(logits: Tensor, cells: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
+def side_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """logits: [B, 32]; labels: `sides`, [B, 2, 8]. Mean cross entropy over what is said; 0 if nothing is."""
+    said = labels != -100
+    return (
+        F.cross_entropy(logits.unflatten(1, (2, len(SHAPES), 2))[said], labels[said])
+        if said.any()
+        else logits.sum() * 0
+    )
+
+
 class _Trained(torch.nn.Module):
-    """The encoder, and the head that names the content of cells while it is trained."""
+    """The encoder, and the heads that name what it has seen while it is trained."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
         self.net = build(tokenizer)
         self.cells = torch.nn.Linear(VISION, sum(CELL_CLASSES))
+        self.sides = torch.nn.Linear(EMBED, 4 * len(SHAPES))
 
 
 def train_judge(folder: Path, plan: Judge, minutes: float | None = None) -> Any:
@@ -191,33 +220,35 @@ def train_judge(folder: Path, plan: Judge, minutes: float | None = None) -> Any:
 
 
 def _step(model: _Trained, tokenizer: Any, optimizer: Any, plan: Judge, step: int) -> dict[str, float]:
-    pixels, captions, cells = _batch(plan, step)
+    pixels, captions, cells, sides = _batch(plan, step)
     pictures, middle = _embed_pictures(model.net, pixels)
     texts = _embed_captions(model.net, tokenizer, captions)
     losses = {
         "contrastive": contrastive_loss(model.net.logit_scale.exp().clamp(max=100.0), pictures, texts, captions),
         "cells": cell_loss(model.cells(middle), cells),
+        "sides": side_loss(model.sides(10 * pictures), sides),  # rows of unit length
     }
+    total = losses["contrastive"] + plan.cell_weight * losses["cells"] + plan.side_weight * losses["sides"]
     for group in optimizer.param_groups:
         group["lr"] = plan.lr * min((step + 1) / plan.warmup, 1.0) * (0.5 + 0.5 * math.cos(math.pi * step / plan.steps))
     optimizer.zero_grad()
-    (losses["contrastive"] + plan.cell_weight * losses["cells"]).backward()
+    total.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     return {name: round(float(loss.detach()), 4) for name, loss in losses.items()}
 
 
-def _batch(plan: Judge, step: int) -> tuple[Tensor, list[str], Tensor]:
-    """Noisy pixels [B, 3, 64, 64], B captions followed by their wrong ones, cell labels [B, 3, 64]."""
+def _batch(plan: Judge, step: int) -> tuple[Tensor, list[str], Tensor, Tensor]:
+    """Noisy pixels [B, 3, 64, 64], B captions followed by their wrong ones, cells [B, 3, 64], sides [B, 2, 8]."""
     rng = np.random.default_rng([plan.seed, step, 1])
     source = scenes(plan.splits, plan.rich, plan.seed * 10_000 + step)
-    pictures, captions, cells = zip(*(next(source) for _ in range(plan.batch)))
+    pictures, captions, cells, placed = zip(*(next(source) for _ in range(plan.batch)))
     wrong = [wrong_caption(c, rng) for c in captions for _ in range(plan.wrong)]
     generator = torch.Generator().manual_seed(plan.seed + step)
     spread = plan.noise * torch.rand(plan.batch, 1, 1, 1, generator=generator)
     pixels = pixels_of(torch.stack(pictures))
     pixels = (pixels + 2 * spread * torch.randn(pixels.shape, generator=generator)).clamp(-1, 1)
-    return pixels, [*captions, *wrong], torch.stack(cells)
+    return pixels, [*captions, *wrong], torch.stack(cells), torch.stack(placed)
 
 
 def _keep(state: Path, model: _Trained, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -236,7 +267,7 @@ def preferences(net: Any, splits: tuple[str, ...], pictures: int = 1000, seed: i
     hits: dict[str, list[bool]] = {kind: [] for kind in KINDS}
     source = scenes(splits, 0.4, -seed % 2**31)
     for _ in range(0, pictures, 50):
-        batch, captions, _ = zip(*(next(source) for _ in range(50)))
+        batch, captions, _, _ = zip(*(next(source) for _ in range(50)))
         pairs = [(row, kind) for row, caption in enumerate(captions) for kind in kinds_in(caption)]
         wrong = [wrong_caption(captions[row], rng, kind) for row, kind in pairs]
         seen, read = embed(net, tokenizer, pixels_of(torch.stack(batch)), [*captions, *wrong])

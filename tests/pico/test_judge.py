@@ -19,10 +19,14 @@ from flowrl_img.pico.judge import (
     preferences,
     save,
     scenes,
+    side_loss,
+    sides,
     train_judge,
 )
 from flowrl_img.pico.wrong_captions import KINDS, kinds_in, wrong_caption
 from flowrl_img.world import TASKS, prompts_of
+from flowrl_img.world.scenes import Scene, SceneObject
+from flowrl_img.world.vocabulary import SHAPES
 
 TINY = dataclasses.replace(JUDGES["reward"], steps=3, batch=4, wrong=1)
 
@@ -68,11 +72,9 @@ def test_an_attribute_that_is_not_stated_is_refused():
 def test_scenes_are_pure_in_their_seed_and_of_the_splits_asked_for():
     first, second, other = (scenes(("train",), 0.4, seed) for seed in (5, 5, 6))
     a, b, c = ([next(source) for _ in range(8)] for source in (first, second, other))
-    assert [caption for _, caption, _ in a] == [caption for _, caption, _ in b]
-    assert all(
-        torch.equal(x, y) for one, two in zip(a, b, strict=True) for x, y in zip(one[::2], two[::2], strict=True)
-    )
-    assert [caption for _, caption, _ in a] != [caption for _, caption, _ in c]
+    assert [caption for _, caption, _, _ in a] == [caption for _, caption, _, _ in b]
+    assert all(torch.equal(x, y) for one, two in zip(a, b, strict=True) for x, y in zip(one[2:], two[2:], strict=True))
+    assert [caption for _, caption, _, _ in a] != [caption for _, caption, _, _ in c]
 
 
 def test_equal_captions_do_not_compete():
@@ -94,6 +96,23 @@ def test_cells_are_named_by_their_content():
     nothing = torch.zeros(1, 3, 64, dtype=torch.int64)
     empty = cell_loss(torch.zeros_like(right), nothing)
     torch.testing.assert_close(empty, 0.1 * sum(torch.tensor(float(n)).log() for n in CELL_CLASSES))
+
+
+def test_sides_are_said_of_two_different_shapes_that_are_apart():
+    ring, star = (SceneObject(shape, "red", x, 30.0, 8.0) for shape, x in (("ring", 12.0), ("star", 50.0)))
+    labels = sides(Scene((ring, star), *[(0.0, 0.0, 0.0)] * 3))
+    x, y = labels.tolist()
+    assert {SHAPES[k]: side for k, side in enumerate(x) if side >= 0} == {"ring": 0, "star": 1}
+    assert set(y) == {-100}
+    near = SceneObject("star", "red", 16.0, 30.0, 8.0)
+    again = SceneObject("ring", "blue", 50.0, 30.0, 8.0)
+    for objects in ((ring,), (ring, near), (ring, again), (ring, star, near)):
+        assert (sides(Scene(objects, *[(0.0, 0.0, 0.0)] * 3)) == -100).all()
+    logits = torch.zeros(1, 32)
+    torch.testing.assert_close(side_loss(logits, labels[None]), torch.tensor(2.0).log())
+    right = torch.nn.functional.one_hot(labels.clamp(min=0), 2).float().flatten()[None]
+    assert side_loss(30 * right, labels[None]) < 1e-6
+    assert side_loss(logits, torch.full((1, 2, 8), -100)) == 0
 
 
 def test_a_stopped_judge_goes_on_to_the_same_weights(tmp_path, monkeypatch):
@@ -121,7 +140,7 @@ def test_the_saved_folder_is_read_by_the_clip_reward(tmp_path):
     save(net, tmp_path / "judge")
     assert sum(f.stat().st_size for f in (tmp_path / "judge").rglob("*") if f.is_file()) < 5e6
     reward = registry.load("clipscore", model=str(tmp_path / "judge"), processor=str(tmp_path / "judge"))
-    picture, caption, _ = next(scenes(("test",), 0.0, 3))
+    picture, caption, _, _ = next(scenes(("test",), 0.0, 3))
     scored = reward(RewardBatch(picture[None], [caption], [{}], ["0"])).values
     with torch.no_grad():
         seen, read = judge.embed(net, architecture.tokenizer(), pixels_of(picture[None]), [caption])
