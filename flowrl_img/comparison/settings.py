@@ -23,10 +23,14 @@ MAX_TRIALS = 4
 
 
 class AlgorithmConfig(Section):
-    """A recipe, what is changed in it, and the settings that are tried on the tuning split, each a list of changes."""
+    """A recipe, what is changed in it, and the settings that are tried on the tuning split, each a list of changes.
+
+    tuning: what is changed in trials alone, such as the size of a rollout, for which their budget is too small.
+    """
 
     recipe: str
     changes: tuple[str, ...] = ()
+    tuning: tuple[str, ...] = ()
     trials: tuple[tuple[str, ...], ...] = Field(((),), min_length=1, max_length=MAX_TRIALS)
 
 
@@ -87,7 +91,8 @@ class Cell:
         split = "tune" if tuning else "test"
         clip = f"{{name: clipscore, model: '{judge}', processor: '{judge}'}}"
         words = [
-            *settings.common, *(change.format(split=split) for change in what.changes), *algorithm.changes, *changes,
+            *settings.common, *(change.format(split=split) for change in what.changes), *algorithm.changes,
+            *(algorithm.tuning if tuning else ()), *changes,
             f"report_rewards=[{clip}]", f"run.seed={self.seed}", f"run.folder='{folder}'", "run.minutes=null",
             "run.resume=null", f"run.threads={settings.threads}",
             f"evaluation.pictures={settings.tuning_pictures if tuning else settings.pictures}",
