@@ -16,7 +16,6 @@ import typer
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 FOLDER = Path("assets/benchmarks/algorithms")
 SETTINGS = Path("assets/benchmarks/algorithms.yaml")
-TUNED_ON, TUNING_SEED = "geneval", 100
 Settings = Annotated[Path, typer.Option(help="settings file")]
 Folder = Annotated[Path, typer.Option(help="journal")]
 Only = Annotated[list[str] | None, typer.Option(help="algorithms or rewards to keep to; repeat it for several")]
@@ -71,11 +70,11 @@ def tune(folder: Folder = FOLDER, settings: Settings = SETTINGS, only: Only = No
     from flowrl_img.comparison.measure import last_evaluation
 
     journal = _journal(folder, settings)
-    cells = journal.trials(TUNED_ON, TUNING_SEED)
+    cells = journal.trials()
     for cell in _kept(cells, only):
         if (found := journal.run(cell, last_evaluation)) is not None:
             print(f"{cell.id}: tuning reward {found['after']['reward'][0]:.4f}", flush=True)
-    print(journal.choose(cells))
+    print(journal.choose())
 
 
 @app.command()
@@ -104,7 +103,7 @@ def status(folder: Folder = FOLDER, settings: Settings = SETTINGS) -> None:
     from flowrl_img.comparison.settings import cost_of_rollout
 
     journal = _journal(folder, settings)
-    for cell in [*journal.trials(TUNED_ON, TUNING_SEED), *journal.settings.cells()]:
+    for cell in [*journal.trials(), *journal.settings.cells()]:
         config = journal.config(cell)
         size = f"{config.run.rollouts} rollouts of {cost_of_rollout(config):,} evaluations"
         print(f"{'done   ' if journal.done(cell) else 'missing'} {cell.id:<36} {size}")

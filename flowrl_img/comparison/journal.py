@@ -24,6 +24,8 @@ from flowrl_img.config import Config
 
 __all__ = ["Journal"]
 
+TUNED_ON, TUNING_SEED = "geneval", 100
+
 Run = Callable[[Path], None]
 """Trains the configuration of a recipe file."""
 Measure = Callable[[Path], Mapping[str, Any]]
@@ -77,25 +79,29 @@ class Journal:
         partial.write_text(json.dumps(found, indent=1))
         partial.rename(place / "measured.json")
 
-    def trials(self, reward: str, seed: int) -> list[Cell]:
+    def trials(self) -> list[Cell]:
         """The tuning runs of every algorithm."""
         return [
-            Cell(reward, name, seed, trial)
+            Cell(TUNED_ON, name, TUNING_SEED, trial)
             for name, algorithm in self.settings.algorithms.items()
             for trial in range(len(algorithm.trials))
         ]
 
-    def choose(self, cells: list[Cell]) -> dict[str, int]:
-        """The trial of each algorithm with the best reward on the tuning split, among those that are done."""
-        reached: dict[str, dict[int, float]] = {}
-        for cell in cells:
+    def reached(self) -> dict[str, dict[int, float]]:
+        """Reward on the tuning split of every trial that is done, by algorithm and trial."""
+        found: dict[str, dict[int, float]] = {}
+        for cell in self.trials():
             if cell.trial is not None and self.done(cell):
-                reward = json.loads((self.place(cell) / "measured.json").read_text())["after"]["reward"][0]
-                reached.setdefault(cell.algorithm, {})[cell.trial] = reward
+                measured = json.loads((self.place(cell) / "measured.json").read_text())
+                found.setdefault(cell.algorithm, {})[cell.trial] = measured["after"]["reward"][0]
+        return found
+
+    def choose(self) -> dict[str, int]:
+        """The trial of each algorithm with the best reward on the tuning split, among those that are done."""
         rows = {
             name: {"chosen": max(rewards, key=lambda k: rewards[k]), "reward": rewards,
                    "changes": [list(t) for t in self.settings.algorithms[name].trials]}
-            for name, rewards in reached.items()
+            for name, rewards in self.reached().items()
         }  # fmt: skip
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "tuned.json").write_text(json.dumps(rows, indent=1))

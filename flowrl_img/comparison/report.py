@@ -14,7 +14,7 @@ import numpy as np
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.settings import Cell, cost_of_rollout
 
-__all__ = ["Curve", "curve_of", "interval", "results", "table", "write_report"]
+__all__ = ["Curve", "curve_of", "interval", "results", "table", "tuning_table", "write_report"]
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,22 @@ def write_report(journal: Journal, out: Path, command: str) -> None:
         if any(row["curves"] for row in found[reward].values()):
             _plot(found[reward], out / f"{reward}.png")
             parts.append(f"![held-out reward on {reward}]({reward}.png)\n")
+    parts.append(f"## tuning\n\n{tuning_table(journal)}\n")
     (out / "README.md").write_text("\n".join(parts))
+
+
+def tuning_table(journal: Journal) -> str:
+    """Reward of every trial on the tuning split, the chosen one in bold; an empty cell where it was not run."""
+    lines = ["| algorithm | trial | reward | what it changes |", "|---|---|---|---|"]
+    chosen, reached = journal.chosen(), journal.reached()
+    for name, algorithm in journal.settings.algorithms.items():
+        for number, changes in enumerate(algorithm.trials):
+            reward = reached.get(name, {}).get(number)
+            shown = "" if reward is None else f"{reward:.3f}"
+            if shown and chosen.get(name) == number:
+                shown = f"**{shown}**"
+            lines.append(f"| {name} | {number} | {shown} | {', '.join(f'`{c}`' for c in changes) or 'nothing'} |")
+    return "\n".join(lines)
 
 
 HEAD = """\
@@ -212,7 +227,8 @@ Every run has {budget:,} network evaluations, a forward pass counted as 1 and a 
 is not counted. Means and 95 % intervals over seeds (Student's t), of a single run over prompts (bootstrap). Times fewer
 evaluations: to the final held-out reward of {reference}, seed by seed, geometric mean. KL to base: nats per latent
 element along the tuned model's path. Diversity: mean distance of two pictures of a prompt in the judge's embedding. An
-empty cell: not run, or not reached by every seed. Raw files of every run are beside this page.
+empty cell: not run, or not reached by every seed. Raw files of every run are beside this page, of the tuning trials too,
+which are short runs on the tuning split, judged by the held-out reward at their end.
 """
 
 
