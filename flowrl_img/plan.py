@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flowrl_img import plugins
 from flowrl_img.config import Config
-from flowrl_img.geometry import forked, paths_of, size_problems
+from flowrl_img.geometry import forked, group_rows, paths_of, size_problems
 from flowrl_img.needs import Needs
 from flowrl_img.window import candidates, window_problems, window_size
 
@@ -201,7 +201,7 @@ def _micro_batches(config: Config, needs: Needs, num_processes: int, work: _Work
     states = work.states // updates
     if needs.unit == "group":
         rows = needs.trained_of(config.rollout.group_size)
-        fit = max(1, size * num_processes // rows)
+        fit = size // group_rows(config.rollout.group_size, num_processes, needs)
         groups = config.rollout.groups // updates
         return math.ceil(groups / fit) * (states // (groups * rows))
     if needs.unit == "sample":
