@@ -147,6 +147,7 @@ class Trainer:
         first = FirstUpdate(self.objective.needs.smallest_clip, self.low_precision) if self.update == 0 else None
         # Sums stay on the device: every number that is read makes the host wait for it.
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.model.device))
+        sums["loss"].zero_()  # a sum of nothing where no picture of the update is trained on
         largest = torch.zeros((), dtype=torch.float64, device=self.model.device)
         batches = points.micro_batches(number)
         failure = ""
