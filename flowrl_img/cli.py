@@ -76,7 +76,8 @@ def train(
         from flowrl_img.run import check_inputs, run_training
 
         if dry_run:
-            for file in check_inputs(config):
+            missing = check_inputs(config)
+            for file in missing if _processes()[0] == 0 else ():
                 typer.echo(f"to bring before training: the prompt file {file}")
             return
         code = run_training(config)
