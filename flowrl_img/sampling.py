@@ -144,8 +144,8 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
     paths = config.rollout.group_size // config.rollout.branches
     if config.rollout.shared_noise and kind == "anchor_fork" and paths > 1:
         problems.append(
-            f"rollout.shared_noise = true: forked paths have no noise of their own, so the {paths} of a prompt would be "
-            f"one; use false, or rollout.group_size = {config.rollout.branches}"
+            f"rollout.shared_noise = true: forked paths have no noise of their own, so the {paths} of a prompt would "
+            f"be one; use false, or rollout.group_size = {config.rollout.branches}"
         )
     if kind == "anchor_fork" and config.rollout.tail is not None:
         problems.append("rollout.tail: a forked path has its own end; leave the tail out, or use independent rollouts")
