@@ -76,7 +76,9 @@ def train(
         from flowrl_img.run import check_inputs, run_training
 
         if dry_run:
-            check_inputs(config)
+            missing = check_inputs(config)
+            for file in missing if _processes()[0] == 0 else ():
+                typer.echo(f"to bring before training: the prompt file {file}")
             return
         code = run_training(config)
     raise typer.Exit(code)

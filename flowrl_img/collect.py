@@ -99,14 +99,16 @@ def _ranked(trainer: Any, drawn: Rollout, everything: tuple[Sample, ...], answer
 
 
 def _chosen(best_and_worst: tuple[int, int] | None, advantage: Tensor, valid: Tensor, groups: Sequence[str]) -> Tensor:
-    """bool [B]: all, or the best and the worst of each group that has spread; equals go by their order."""
+    """bool [B]: all, or the best and the worst of each group that has spread; equals go by their order.
+
+    The best are above the baseline and the worst below it, so fewer are chosen where there are fewer such.
+    """
     if best_and_worst is None:
         return torch.ones_like(valid)
     chosen = torch.zeros_like(valid)
     best, worst = best_and_worst
     for rows in members_of(valid, groups):
         ranked = sorted(rows, key=lambda row: -advantage[row].item())
-        if advantage[ranked[0]] > advantage[ranked[-1]]:
-            chosen[ranked[:best]] = True
-            chosen[ranked[len(ranked) - worst :]] = True
+        chosen[[row for row in ranked[:best] if advantage[row] > 0]] = True
+        chosen[[row for row in ranked[len(ranked) - worst :] if advantage[row] < 0]] = True
     return chosen

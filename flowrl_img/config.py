@@ -232,6 +232,15 @@ class HistoryConfig(Section):
     size: int = Field(32, gt=0, description="rewards of a prompt that are kept")
     min_count: int = Field(16, gt=0, description="until a prompt has so many, those of the rollout stand in")
 
+    @model_validator(mode="after")
+    def _comes_to_be_used(self) -> HistoryConfig:
+        if self.min_count > self.size:
+            raise ValueError(
+                f"min_count = {self.min_count} is never reached: {self.size} rewards of a prompt are kept; use "
+                f"size = {self.min_count} or more, or min_count = {self.size} or fewer"
+            )
+        return self
+
 
 class AdvantageConfig(Section):
     baseline: Literal["group", "leave_one_out", "history", "none"] = Field(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from flowrl_img.config import Config
 from flowrl_img.needs import Needs
 
-__all__ = ["forked", "paths_of", "size_problems"]
+__all__ = ["forked", "group_rows", "paths_of", "size_problems"]
 
 
 def forked(config: Config) -> bool:
@@ -24,6 +24,11 @@ def paths_of(config: Config) -> int:
     """Paths from noise that a rollout walks; a forked one has as many pictures as steps and branches."""
     rollout = config.rollout
     return rollout.groups * (rollout.group_size // rollout.branches if forked(config) else rollout.group_size)
+
+
+def group_rows(group_size: int, num_processes: int, needs: Needs) -> int:
+    """The most pictures of one group that a process trains on at one time, where groups are dealt over all."""
+    return min(needs.trained_of(group_size), math.ceil(group_size / num_processes))
 
 
 def size_problems(config: Config, num_processes: int, needs: Needs) -> list[str]:
@@ -49,13 +54,13 @@ def _branch_problems(config: Config) -> list[str]:
 def _group_problems(config: Config, num_processes: int, needs: Needs) -> list[str]:
     """Where groups are scored whole, an update takes whole groups and a micro-batch holds one, over all processes."""
     rollout, run = config.rollout, config.run
-    rows = math.ceil(needs.trained_of(rollout.group_size) / num_processes)
+    rows = group_rows(rollout.group_size, num_processes, needs)
     problems = []
     if run.micro_batch < rows:
         problems.append(
             f"run.micro_batch = {run.micro_batch}: objective {config.objective.name} scores a group of "
-            f"{needs.trained_of(rollout.group_size)} pictures at once, which is {rows} in each of {num_processes} "
-            f"processes; use run.micro_batch = {rows} or more"
+            f"{needs.trained_of(rollout.group_size)} pictures at once, which is up to {rows} in each of "
+            f"{num_processes} processes; use run.micro_batch = {rows} or more"
         )
     if rollout.groups % run.updates_per_rollout:
         valid = _either(_nearest(rollout.groups, lambda n: n % run.updates_per_rollout == 0))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flowrl_img import seeds
+from flowrl_img.geometry import group_rows
 from flowrl_img.guidance import guided
 from flowrl_img.kernels.step import renoise
 from flowrl_img.micro_batch import MicroBatch, Parts, Predicted
@@ -70,8 +71,7 @@ class Matching:
     def _of_groups(self, rows: Tensor, part: int) -> list[MicroBatch]:
         """Whole groups at one time each, the same on every process; this process's rows of them, possibly none."""
         config, processes = self.trainer.config, self.trainer.processes
-        size = self.needs.trained_of(config.rollout.group_size)
-        fit = max(1, config.run.micro_batch * processes.count // size)
+        fit = max(1, config.run.micro_batch // group_rows(config.rollout.group_size, processes.count, self.needs))
         groups = torch.tensor([k for group, k in self.groups.items() if self.parts.of_lot[group] == part])
         group = self._group(rows // self.num_times)
         batches = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flowrl_img import plugins
 from flowrl_img.config import Config
-from flowrl_img.geometry import forked, paths_of, size_problems
+from flowrl_img.geometry import forked, group_rows, paths_of, size_problems
 from flowrl_img.needs import Needs
 from flowrl_img.window import candidates, window_problems, window_size
 
@@ -201,7 +201,7 @@ def _micro_batches(config: Config, needs: Needs, num_processes: int, work: _Work
     states = work.states // updates
     if needs.unit == "group":
         rows = needs.trained_of(config.rollout.group_size)
-        fit = max(1, size * num_processes // rows)
+        fit = size // group_rows(config.rollout.group_size, num_processes, needs)
         groups = config.rollout.groups // updates
         return math.ceil(groups / fit) * (states // (groups * rows))
     if needs.unit == "sample":
@@ -263,9 +263,22 @@ def _check(config: Config, num_processes: int, needs: Needs) -> None:
     if num_processes < 1:
         raise ValueError(f"num_processes = {num_processes}: must be at least 1")
     window = [] if needs.matching else window_problems(config.rollout.window, config.rollout.steps)
-    problems = [*window, *size_problems(config, num_processes, needs)]
+    problems = [*window, *size_problems(config, num_processes, needs), *_sample_problems(config, needs)]
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _sample_problems(config: Config, needs: Needs) -> list[str]:
+    """Where a picture is scored at all its times together, a micro-batch holds one."""
+    if needs.unit != "sample":
+        return []
+    times, size = _trained_steps(config, needs), config.run.micro_batch
+    if size >= times:
+        return []
+    return [
+        f"run.micro_batch = {size}: objective {config.objective.name} scores a picture at its {times} times at once; "
+        f"use run.micro_batch = {times} or more"
+    ]
 
 
 def _rounds(updates: int | None, every: int | None) -> int | None:

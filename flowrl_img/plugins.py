@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import math
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
@@ -128,6 +129,8 @@ def _hints(target: Any) -> dict[str, Any]:
 def _converted(value: Any, hint: Any, where: str) -> Any:
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+    if isinstance(value, float) and math.isnan(value):
+        raise ValueError(f"{where} = {value!r}: should be a number")
     if dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
             return make(hint, value, where)

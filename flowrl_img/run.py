@@ -29,7 +29,7 @@ from flowrl_img.mismatch import NonFiniteError, RolloutMismatchError
 from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import RunParts, assemble, read_inputs
-from flowrl_img.prompts import choose_evenly, spread
+from flowrl_img.prompts import choose_evenly, load_prompts, spread
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.resources import asset
 from flowrl_img.rewards import registry
@@ -86,10 +86,31 @@ def load_weights(config: Config, model: Any, needs: Needs) -> WeightSets:
     )  # fmt: skip
 
 
-def check_inputs(config: Config) -> None:
-    """The files that the configuration names, and the layers: ValueError or OSError. No weights are loaded."""
-    read_inputs(config)
+def check_inputs(config: Config) -> tuple[str, ...]:
+    """The files that the configuration names, and the layers: ValueError or OSError. No weights are loaded.
+
+    Returns the prompt files that a packaged recipe leaves its user to bring and that are not there yet: they are no
+    mistake of the configuration, and what depends on them is not checked.
+    """
+    missing = _to_bring(config)
+    if missing:
+        for file in {config.prompts.train, config.prompts.evaluation} - {*missing}:
+            load_prompts(file)
+    else:
+        read_inputs(config)
     _check_paths(config)
+    return missing
+
+
+def _to_bring(config: Config) -> tuple[str, ...]:
+    """Absent prompt files that the packaged recipe of this name has itself, in place of an override."""
+    if config.name not in recipes.names():
+        return ()
+    own = recipes.read(recipes.find(config.name)).get("prompts", {})
+    chosen = {key: getattr(config.prompts, key) for key in ("train", "evaluation")}
+    return tuple(
+        file for key, file in chosen.items() if file == own.get(key) and Path(file).suffix and not Path(file).is_file()
+    )
 
 
 def _check_paths(config: Config) -> None:

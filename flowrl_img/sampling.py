@@ -119,6 +119,16 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
         problems.append(f"rollout.kind = {kind}: objective {name} needs {' or '.join(sorted(needs.rollouts))}")
     if needs.shared_noise and config.matching.share == "sample":
         problems.append(f"matching.share = sample: objective {name} compares pictures at the same times; use group")
+    if config.advantage.baseline in ("history", "none") and (needs.unit == "group" or needs.best_and_worst is not None):
+        problems.append(
+            f"advantage.baseline = {config.advantage.baseline}: objective {name} compares the pictures of a group with "
+            "each other; use group or leave_one_out"
+        )
+    if policy == "current" and config.rollout.policy_from:
+        problems.append(
+            f"rollout.policy_from = {config.rollout.policy_from}: rollout.policy = current draws every rollout; choose "
+            "another policy, or leave policy_from out"
+        )
     if policy == "ema" and config.weights.ema is None:
         problems.append("rollout.policy = ema: weights.ema is null, so there is no average; give it, or use old")
     if needs.matching and config.rollout.tail is not None:
@@ -130,6 +140,12 @@ def rollout_problems(config: Config, needs: Needs) -> list[str]:
         problems.append(
             "rollout.shared_noise = true: rollout.solver draws no noise, so the pictures of a group would be one; use "
             "false, or a solver with noise"
+        )
+    paths = config.rollout.group_size // config.rollout.branches
+    if config.rollout.shared_noise and kind == "anchor_fork" and paths > 1:
+        problems.append(
+            f"rollout.shared_noise = true: forked paths have no noise of their own, so the {paths} of a prompt would "
+            f"be one; use false, or rollout.group_size = {config.rollout.branches}"
         )
     if kind == "anchor_fork" and config.rollout.tail is not None:
         problems.append("rollout.tail: a forked path has its own end; leave the tail out, or use independent rollouts")

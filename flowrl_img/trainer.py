@@ -7,6 +7,7 @@ micro-batches, accumulation and the number of processes change nothing but round
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import Tensor
 from flowrl_img.advantages import History
 from flowrl_img.collect import Started, collect
 from flowrl_img.config import Config
+from flowrl_img.half import HalfBackward
 from flowrl_img.matching import Matching
 from flowrl_img.micro_batch import MicroBatch, Parts, Points, Predicted
 from flowrl_img.mismatch import FirstUpdate, NonFiniteError
@@ -73,6 +75,9 @@ class Trainer:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
         )
+        half = self.model.dtype == torch.float16
+        elements = math.prod(self.model.latent_shape)
+        self.half = HalfBackward(self.weights.network, self.parameters, elements) if half else None
         self.histories: dict[str, History] = {}
         if advantage.baseline == "history":
             counted = [label for label, weight in self.parts.reward.weights.items() if weight]
@@ -142,6 +147,7 @@ class Trainer:
         first = FirstUpdate(self.objective.needs.smallest_clip, self.low_precision) if self.update == 0 else None
         # Sums stay on the device: every number that is read makes the host wait for it.
         sums: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64, device=self.model.device))
+        sums["loss"].zero_()  # a sum of nothing where no picture of the update is trained on
         largest = torch.zeros((), dtype=torch.float64, device=self.model.device)
         batches = points.micro_batches(number)
         failure = ""
@@ -156,7 +162,7 @@ class Trainer:
             loss, metrics = self.objective(predicted.moments, predicted.advantage.to(predicted.moments.e2.device))
             if first is not None:
                 points.check(batch, predicted, metrics, first)
-            (loss.sum() / total).backward()
+            self._backward(loss.sum(), total)
             sums["loss"] += loss.detach().double().sum()
             for name, value in metrics.items():
                 sums[name] += value.double().sum()
@@ -169,6 +175,13 @@ class Trainer:
         if "log_ratio" in names:
             means["max_ratio_error"] = self.processes.max(largest.item())
         return means | (first.verdict(self.processes) if first is not None else {})
+
+    def _backward(self, loss: Tensor, total: float) -> None:
+        """Add the gradient of loss / total to that of the weights."""
+        if self.half is None:
+            (loss / total).backward()
+        else:
+            self.half(loss, total)
 
     def _predicted(self, points: Points, batch: MicroBatch) -> Predicted | None:
         """The moments of a micro-batch, with the means of its units; None where this process has no row of it."""
@@ -206,7 +219,10 @@ class Trainer:
         self.processes.sum_gradients(self.parameters)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, config.grad_clip)
         if not norm.isfinite():
-            raise NonFiniteError("the gradient is not finite: no weight was changed; lower optimizer.lr or use fp32")
+            raise NonFiniteError(
+                "the gradient is not finite: no weight was changed. "
+                "Use model.dtype=bf16 or fp32, or a lower optimizer.lr"
+            )
         lr = config.lr * min(1.0, (self.update + 1) / max(config.warmup, 1))
         for group in self.optimizer.param_groups:
             group["lr"] = lr

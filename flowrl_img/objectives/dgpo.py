@@ -50,6 +50,8 @@ class DGPO:
             raise ValueError(f"beta_dpo must be positive, got {self.beta_dpo}")
         if self.kl_weight < 0:
             raise ValueError(f"kl_weight must be 0 or more, got {self.kl_weight}")
+        if self.reference_guidance < 0:
+            raise ValueError(f"reference_guidance must be 0 or more, got {self.reference_guidance}")
         if self.compare_with not in ("reference", "old"):
             raise ValueError(f"compare_with must be reference or old, not {self.compare_with!r}")
         if self.scale not in ("paper", "published"):

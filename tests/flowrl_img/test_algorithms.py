@@ -1,5 +1,7 @@
 """Every algorithm on the one loop, with the tiny model: what it draws, evaluates, stores and updates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,28 @@ def test_a_run_makes_the_calls_and_holds_the_latents_of_its_plan_and_finds_what_
     assert update.metrics["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("name", ["flow_grpo", "tempflow_grpo", "nft", "awm", "dgpo"])
+def test_a_guided_run_of_several_updates_makes_the_forward_passes_of_its_plan(trainer_of, name):
+    """Counted at the network itself, with gradient and without. Clean samples train the conditional branch alone."""
+    run = {"updates_per_rollout": 2, "rollouts": 2, "micro_batch": 5}
+    trainer = trainer_of(name, rollout={"guidance": 3.0}, run=run)
+    plan = validate(trainer.config)
+    seen = {True: 0, False: 0}
+
+    def count(module, args, kwargs):
+        seen[torch.is_grad_enabled()] += len(kwargs["hidden_states"])
+
+    trainer.model.network.register_forward_pre_hook(count, with_kwargs=True)
+    assert len(list(trainer.run())) == plan.updates == 4
+    assert seen[True] == 2 * plan.training_evaluations
+    assert seen[True] + seen[False] == 2 * plan.rollout_evaluations
+    assert plan.sampling_evaluations % 2 == 0
+    branches = 2 if trainer.objective.needs.guided else 1
+    assert plan.training_evaluations == branches * plan.updates_per_rollout * plan.points_per_update // (
+        2 if name == "tempflow_grpo" else 1
+    )
+
+
 @pytest.mark.parametrize("window", [{}, {"low": 2, "high": 8}])
 def test_objectives_on_clean_samples_take_one_step_and_are_not_bound_to_the_window(tiny_trainer, window):
     times = {"times": {"name": "grid", "count": 1}}
@@ -109,6 +133,7 @@ def test_equal_rewards_give_no_gradient(tiny_trainer, name):
     )  # fmt: skip
     (update,) = trainer.run()
     assert update.metrics["grad_norm"] < 1e-7
+    assert update.metrics["loss"] == pytest.approx(update.metrics.get("policy_loss", 0.0), abs=1e-6)
 
 
 def test_updates_of_a_group_objective_hold_whole_groups(trainer_of):
@@ -233,6 +258,48 @@ def test_the_best_picture_of_each_group_is_trained_on(trainer_of):
     pair = trainer_of("online_dpo").collect(0)
     assert pair.kept.view(2, 4).sum(1).tolist() == [2, 2]
     assert (pair.advantage[pair.kept].view(2, 2).sign().sum(1) == 0).all()
+
+
+@pytest.mark.parametrize("best", [2, 4, 9])
+def test_no_more_of_the_best_are_drawn_than_are_better_than_their_baseline(trainer_of, best):
+    trainer = trainer_of("sft", objective={"best": best})
+    scored = trainer.collect(0)
+    wanted = [min(best, int((row > 0).sum())) for row in scored.advantage.view(2, 4)]
+    assert scored.kept.view(2, 4).sum(1).tolist() == wanted
+    assert (scored.advantage[scored.kept] > 0).all()
+    before = trainer.model.calls
+    list(trainer.train_on(scored))
+    assert trainer.model.calls - before == 2 * sum(wanted) <= validate(trainer.config).training_evaluations
+
+
+def test_an_update_in_which_nothing_is_trained_is_told_like_any_other(tiny_trainer):
+    from flowrl_img.live import Live
+
+    rewards = [{"name": "sample_rewards:constant"}]
+    trainer = tiny_trainer(rewards=rewards, **ALGORITHMS["online_dpo"])
+    live = Live(trainer.config, enabled=True)
+    updates = list(trainer.run())
+    for update in updates:
+        live.update(update)
+    live.close()
+    assert [update.metrics["loss"] for update in updates] == [0.0] * 4
+
+
+def test_a_process_never_evaluates_more_rows_at_once_than_a_micro_batch(trainer_of):
+    """Three pictures over two processes are two and one; two such groups are not always three and three."""
+    from flowrl_img.matching import Matching
+    from flowrl_img.micro_batch import Parts
+
+    trainer = trainer_of("dgpo", rollout={"groups": 4, "group_size": 3}, run={"micro_batch": 3})
+    scored = trainer.collect(0)
+    groups = list(dict.fromkeys(s.group for s in scored.everything))
+    dealt = torch.arange(12) % 2 == 0  # what the first of two processes has
+    chosen = (groups[0], groups[2])
+    mine = dealt & torch.tensor([s.group in chosen for s in scored.everything])
+    trainer.processes.count = 2
+    points = Matching(trainer, replace(scored, kept=mine, kept_groups=chosen), Parts(dict.fromkeys(groups, 0), "group"))
+    assert mine.sum() == 4
+    assert [len(batch.rows) for batch in points.micro_batches(0)] == [2, 2] * 2
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "nft", "dgpo", "awm"])

@@ -8,6 +8,7 @@ import time
 import pytest
 import yaml
 
+from flowrl_img import recipes
 from flowrl_img.cli import main
 
 
@@ -137,6 +138,25 @@ def test_files_are_checked_before_a_model_is_loaded_and_in_a_dry_run(
     assert error.startswith("error: ")
     assert said in error
     assert [p.name for p in tmp_path.iterdir()] == ["plain.txt"]
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if name.startswith("sd35-")])
+def test_published_recipes_pass_a_dry_run_that_names_what_is_to_be_brought(name, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("flowrl_img.run.load_model", lambda *_: pytest.fail("a model was loaded"))
+    files = recipes.load(name).prompts
+    assert code_of(["train", name, "--dry-run"]) == 0
+    told = capsys.readouterr().out
+    assert "network, whole run" in told
+    assert f"to bring before training: the prompt file {files.train}" in told
+
+
+def test_what_is_to_be_brought_is_refused_where_it_is_needed_and_where_it_is_ones_own(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert code_of(["train", "sd35-nft-ocr", "prompts.train=./nowhere.txt", "--dry-run"]) == 2
+    assert "no prompt file './nowhere.txt'" in capsys.readouterr().err
+    assert code_of(["train", "sd35-nft-ocr"]) == 2
+    assert "no prompt file 'ocr/train.txt'" in capsys.readouterr().err
 
 
 def test_prompts_without_metadata_are_refused_for_geneval(tmp_path, capsys, monkeypatch):

@@ -26,6 +26,19 @@ def test_published_recipes_do_the_same_on_one_process_and_on_eight(name):
         (["objective={name: tempflow_grpo}"], "rollout.kind = independent: objective tempflow_grpo needs anchor_fork"),
         (["objective={name: nft}", "rollout.kind=anchor_fork"], "objective nft needs independent"),
         (["objective={name: dgpo}", "matching.share=sample"], "objective dgpo compares pictures at the same times"),
+        (
+            ["objective={name: online_dpo}", "advantage.baseline=history"],
+            "advantage.baseline = history: objective online_dpo compares the pictures of a group with each other",
+        ),
+        (["objective={name: dgpo}", "advantage.baseline=none"], "use group or leave_one_out"),
+        (["objective={name: sft}", "advantage.baseline=none"], "use group or leave_one_out"),
+        (
+            ["rollout.kind=anchor_fork", "rollout.shared_noise=true"],
+            "so the 2 of a prompt would be one; use false, or rollout.group_size = 6",
+        ),
+        (["rollout.policy_from=9"], "rollout.policy = current draws every rollout"),
+        (["objective={name: nft, kl_weight: .nan}"], "objective.kl_weight = nan: should be a number"),
+        (["objective={name: dgpo, reference_guidance: -1}"], "reference_guidance must be 0 or more"),
         (["rollout.policy=ema", "weights.ema=null"], "weights.ema is null, so there is no average"),
         (["rollout.kind=anchor_fork", "rollout.tail={ratio: 0.5}"], "a forked path has its own end"),
         (["objective={name: nft}", "rollout.tail={ratio: 0.5}"], "nft has no noisy steps for a tail to follow"),
@@ -34,6 +47,10 @@ def test_published_recipes_do_the_same_on_one_process_and_on_eight(name):
         (["objective={name: nft}", "matching.times={name: gird}"], "did you mean 'grid'?"),
         (["objective={name: nft}", "weights.old.decay={name: coppy}"], "weights.old.decay: no decay is called 'coppy'"),
         (["objective={name: dgpo}", "run.micro_batch=8"], "scores a group of 12 pictures at once"),
+        (
+            ["objective={name: awm, level: sample}", "matching.times={name: strata, count: 6}", "run.micro_batch=5"],
+            "objective awm scores a picture at its 6 times at once; use run.micro_batch = 6 or more",
+        ),
         (["objective={name: dgpo}", "rollout.groups=8", "run.updates_per_rollout=3"], "use rollout.groups = 6 or 9"),
         (["rollout.kind=anchor_fork", "rollout.group_size=8"], "use rollout.group_size = 6 or 12"),
         (
@@ -46,6 +63,12 @@ def test_what_an_objective_does_not_go_with_is_told_with_the_way_out(changes, ex
     with pytest.raises(ValueError) as caught:
         validate(recipes.load("pico", changes))
     assert expected in str(caught.value)
+
+
+def test_a_history_too_short_for_its_own_rule_is_refused():
+    changes = ["advantage.baseline=history", "advantage.history={size: 8, min_count: 16}"]
+    with pytest.raises(ValueError, match=r"min_count = 16 is never reached: 8 rewards of a prompt are kept; use size"):
+        recipes.load("pico", changes)
 
 
 def test_all_mistakes_are_told_in_one_error():

@@ -158,7 +158,7 @@ def test_old_and_trust_follow_their_own_schedules_and_the_average_its_own(networ
     """One update with decay d: old = d old + (1 - d) new, exactly, and no set disturbs another."""
     config = following(
         kind=kind,
-        old=rule("rollout", name="constant", decay=0.75),
+        old=rule("rollout", name="linear", rate=0.375, limit=0.9),
         trust=rule("update", name="linear", rate=0.1, limit=0.3),
     )
     weights = WeightSets(network, config, SD3.lora_targets, seed=0, keep=("old", "trust"))
@@ -179,7 +179,7 @@ def test_old_and_trust_follow_their_own_schedules_and_the_average_its_own(networ
     trust = [0.1 * a + 0.9 * b for a, b in zip(first, second, strict=True)]  # d(0) = 0, d(1) = 0.1
     torch.testing.assert_close(weights.sets["trust"], trust, rtol=1e-6, atol=1e-7)
     weights.after_rollout(2)
-    old = [0.75 * a + 0.25 * b for a, b in zip(start, second, strict=True)]
+    old = [0.75 * a + 0.25 * b for a, b in zip(start, second, strict=True)]  # d(2) = 0.75: updates made so far
     torch.testing.assert_close(weights.sets["old"], old, rtol=1e-6, atol=1e-7)
     ema = [2 / 11 * (0.1 * a + 0.9 * b) + 9 / 11 * c for a, b, c in zip(start, first, second, strict=True)]
     torch.testing.assert_close(weights.sets["ema"], ema, rtol=1e-6, atol=1e-7)
