@@ -227,8 +227,8 @@ Every run has {budget:,} network evaluations, a forward pass counted as 1 and a 
 is not counted. Means and 95 % intervals over seeds (Student's t), of a single run over prompts (bootstrap). Times fewer
 evaluations: to the final held-out reward of {reference}, seed by seed, geometric mean. KL to base: nats per latent
 element along the tuned model's path. Diversity: mean distance of two pictures of a prompt in the judge's embedding. An
-empty cell: not run, or not reached by every seed. Raw files of every run are beside this page, of the tuning trials too,
-which are short runs on the tuning split, judged by the held-out reward at their end.
+empty cell: not run, or not reached by every seed. Raw files of every run are beside this page, those of the tuning
+trials too: short runs on the tuning split, judged by the held-out reward at their end.
 """
 
 
