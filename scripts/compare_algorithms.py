@@ -24,13 +24,8 @@ Only = Annotated[list[str] | None, typer.Option(help="algorithms or rewards to k
 def _journal(folder: Path, settings: Path) -> Any:
     from flowrl_img.comparison.journal import Journal
     from flowrl_img.comparison.settings import load_settings
-    from flowrl_img.resources import assets
 
-    loaded = load_settings(settings)
-    judge = Path(loaded.judge) if Path(loaded.judge).is_dir() else assets() / loaded.judge
-    if not (judge / "config.json").is_file():
-        raise typer.BadParameter(f"no judge in {judge}; train it: python scripts/pretrain_judges.py all")
-    return Journal(folder, loaded, judge.resolve())
+    return Journal(folder, load_settings(settings))
 
 
 def _measure(journal: Any) -> Any:
@@ -42,7 +37,8 @@ def _measure(journal: Any) -> Any:
     from flowrl_img.rewards.images import to_uint8
 
     torch.set_num_threads(journal.settings.threads)
-    clip = Clip("judge", str(journal.judge), str(journal.judge), device_name="cpu")
+    judge = journal.settings.judge
+    clip = Clip("judge", judge, judge, device_name="cpu")
 
     def embed(pictures: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

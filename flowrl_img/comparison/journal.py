@@ -33,10 +33,10 @@ Measure = Callable[[Path], Mapping[str, Any]]
 
 
 class Journal:
-    """Runs cells that are not there yet. Example: `Journal(folder, settings, judge).run(cell, measure)`."""
+    """Runs cells that are not there yet. Example: `Journal(folder, settings).run(cell, measure)`."""
 
-    def __init__(self, folder: Path, settings: Settings, judge: Path) -> None:
-        self.folder, self.settings, self.judge = folder, settings, judge
+    def __init__(self, folder: Path, settings: Settings) -> None:
+        self.folder, self.settings = folder, settings
 
     def place(self, cell: Cell) -> Path:
         return self.folder / cell.id
@@ -48,7 +48,7 @@ class Journal:
         """Of a trial, its own changes; of a run, those of the chosen trial."""
         trials = self.settings.algorithms[cell.algorithm].trials
         number = self.chosen().get(cell.algorithm, 0) if cell.trial is None else cell.trial
-        return cell.config(self.settings, trials[number], self.place(cell), self.judge)
+        return cell.config(self.settings, trials[number], self.place(cell))
 
     def run(self, cell: Cell, measure: Measure, train: Run | None = None) -> Mapping[str, Any] | None:
         """Train and measure unless it is done; None while another process is at it, so several share the work.

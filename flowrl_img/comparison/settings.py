@@ -53,7 +53,7 @@ class Settings(Section):
     tuning_pictures: int = Field(360, gt=0, description="pictures that a trial is judged by")
     final_pictures: int = Field(600, gt=0, description="paired pictures of base and tuned weights after a run")
     reference: str = Field("flow_grpo", description="the algorithm that the others are measured against")
-    judge: str = Field("judges/held_out", description="CLIP encoder under assets/, or a folder")
+    judge: str = Field("assets:judges/held_out", description="CLIP encoder: packaged, a folder, or a hub id")
     threads: int = Field(2, gt=0)
     common: tuple[str, ...] = ()
     algorithms: dict[str, AlgorithmConfig]
@@ -84,12 +84,12 @@ class Cell:
         kind = f"seed{self.seed}" if self.trial is None else f"trial{self.trial}"
         return f"{self.reward}/{self.algorithm}/{kind}"
 
-    def config(self, settings: Settings, changes: tuple[str, ...], folder: Path, judge: Path) -> Config:
+    def config(self, settings: Settings, changes: tuple[str, ...], folder: Path) -> Config:
         """The configuration of this run, as long as its budget allows. ValueError if not even one rollout fits."""
         tuning = self.trial is not None
         what, algorithm = settings.rewards[self.reward], settings.algorithms[self.algorithm]
         split = "tune" if tuning else "test"
-        clip = f"{{name: clipscore, model: '{judge}', processor: '{judge}'}}"
+        clip = f"{{name: clipscore, model: '{settings.judge}', processor: '{settings.judge}'}}"
         words = [
             *settings.common, *(change.format(split=split) for change in what.changes), *algorithm.changes,
             *(algorithm.tuning if tuning else ()), *changes,

@@ -39,7 +39,7 @@ SMALL = {
 def journal(tmp_path):
     file = tmp_path / "settings.yaml"
     file.write_text(yaml.safe_dump(SMALL))
-    return Journal(tmp_path / "journal", load_settings(file), tmp_path / "judge")
+    return Journal(tmp_path / "journal", load_settings(file))
 
 
 # --- what is run ---------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_the_packaged_settings_are_valid_and_give_every_algorithm_as_many_trials
 @pytest.mark.parametrize("name", load_settings(SETTINGS).algorithms)
 def test_every_packaged_cell_and_trial_fits_the_budget_and_differs_by_what_it_should(name, tmp_path):
     settings = load_settings(SETTINGS)
-    journal = Journal(tmp_path, settings, tmp_path / "judge")
+    journal = Journal(tmp_path, settings)
     for cell in (Cell("geneval", name, 1), Cell("ocr", name, 0), Cell("geneval", name, 100, 3)):
         config = journal.config(cell)
         cost = cost_of_rollout(config)
@@ -70,7 +70,7 @@ def test_every_packaged_cell_and_trial_fits_the_budget_and_differs_by_what_it_sh
         split = "test" if cell.trial is None else "tune"
         assert config.prompts.evaluation == f"pico/{split}_{cell.reward}"
         assert [r.name for r in config.rewards] == [cell.reward]
-        assert config.report_rewards[0].section()["model"] == str(tmp_path / "judge")
+        assert config.report_rewards[0].section()["model"] == "assets:judges/held_out"
 
 
 def test_a_backward_pass_counts_twice():
@@ -84,7 +84,7 @@ def test_a_backward_pass_counts_twice():
 def test_a_budget_below_one_rollout_is_refused(journal):
     small = journal.settings.model_copy(update={"budget": 10})
     with pytest.raises(ValueError, match=r"geneval/nft/seed0: one rollout costs .* raise the budget"):
-        Journal(journal.folder, small, journal.judge).config(Cell("geneval", "nft", 0))
+        Journal(journal.folder, small).config(Cell("geneval", "nft", 0))
 
 
 def test_an_algorithm_without_a_recipe_is_named(tmp_path):
