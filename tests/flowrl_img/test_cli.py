@@ -34,7 +34,7 @@ def trained(monkeypatch):
         return module.effect()
 
     module.effect = lambda: 0
-    module.run_training, module.check_inputs, module.seen = run_training, lambda config: None, seen
+    module.run_training, module.check_inputs, module.seen = run_training, lambda config: (), seen
     monkeypatch.setitem(sys.modules, "flowrl_img.run", module)
     return module
 

@@ -216,5 +216,5 @@ def test_low_precision_takes_the_old_velocity_of_transitions_again():
 
 @pytest.mark.parametrize(("processes", "batches"), [(1, 32), (2, 16), (4, 8)])
 def test_micro_batches_of_whole_groups_hold_more_groups_on_more_processes(processes, batches):
-    changes = ["run.micro_batch=12", "rollout.groups=8"]
+    changes = ["run.micro_batch=12", "rollout.groups=8", "matching.times={name: grid, count: 4}"]
     assert make_plan(recipes.load("pico-dgpo", changes), processes).micro_batches_per_process == batches
