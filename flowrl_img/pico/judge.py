@@ -178,11 +178,9 @@ def cell_loss(logits: Tensor, cells: Tensor) -> Tensor:
 def side_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """logits: [B, 32]; labels: `sides`, [B, 2, 8]. Mean cross entropy over what is said; 0 if nothing is."""
     said = labels != -100
-    return (
-        F.cross_entropy(logits.unflatten(1, (2, len(SHAPES), 2))[said], labels[said])
-        if said.any()
-        else logits.sum() * 0
-    )
+    if not said.any():
+        return logits.sum() * 0
+    return F.cross_entropy(logits.unflatten(1, (2, len(SHAPES), 2))[said], labels[said])
 
 
 class _Trained(torch.nn.Module):
@@ -220,13 +218,13 @@ def train_judge(folder: Path, plan: Judge, minutes: float | None = None) -> Any:
 
 
 def _step(model: _Trained, tokenizer: Any, optimizer: Any, plan: Judge, step: int) -> dict[str, float]:
-    pixels, captions, cells, sides = _batch(plan, step)
+    pixels, captions, cells, placed = _batch(plan, step)
     pictures, middle = _embed_pictures(model.net, pixels)
     texts = _embed_captions(model.net, tokenizer, captions)
     losses = {
         "contrastive": contrastive_loss(model.net.logit_scale.exp().clamp(max=100.0), pictures, texts, captions),
         "cells": cell_loss(model.cells(middle), cells),
-        "sides": side_loss(model.sides(10 * pictures), sides),  # rows of unit length
+        "sides": side_loss(model.sides(10 * pictures), placed),  # rows of unit length
     }
     total = losses["contrastive"] + plan.cell_weight * losses["cells"] + plan.side_weight * losses["sides"]
     for group in optimizer.param_groups:
