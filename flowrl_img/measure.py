@@ -13,9 +13,9 @@ import torch
 from flowrl_img.blend import nominal_kl
 from flowrl_img.compare import compare
 from flowrl_img.config import RewardConfig
+from flowrl_img.loading import accelerator
 from flowrl_img.parallel import Processes
 from flowrl_img.rewards import registry
-from flowrl_img.run import accelerator
 from flowrl_img.scales import parse_variants
 from flowrl_img.sources import Subject, open_subject
 from flowrl_img.tables import facts_of, lines_of, markdown, plot_scales, sheet_of

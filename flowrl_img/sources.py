@@ -22,8 +22,8 @@ from flowrl_img.attention import set_attention
 from flowrl_img.blend import Blend, Side
 from flowrl_img.checkpoint import MANIFEST, latest
 from flowrl_img.config import Config
+from flowrl_img.loading import load_model, model_source
 from flowrl_img.lora import LoraFile, read_lora
-from flowrl_img.run import load_model, model_source
 from flowrl_img.scales import Scale
 
 __all__ = ["Sides", "Source", "Subject", "open_subject", "split_words"]

@@ -45,9 +45,9 @@ def now() -> float:
 
 def main(words: list[str]) -> None:
     from flowrl_img import collect, recipes
+    from flowrl_img.loading import load_model, load_weights
     from flowrl_img.parallel import Processes
     from flowrl_img.parts import assemble
-    from flowrl_img.run import load_model, load_weights
     from flowrl_img.trainer import Trainer
 
     recipe = words.pop(0) if words and "=" not in words[0] else "pico"

@@ -18,12 +18,13 @@ from flowrl_img.evaluate import EVAL_SEED, Evaluation, evaluate, gain, held_out_
 from flowrl_img.guidance import guided
 from flowrl_img.kernels.logprob import kl
 from flowrl_img.kernels.step import ode_step
+from flowrl_img.loading import load_model, load_weights
 from flowrl_img.needs import Needs
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import RunParts, assemble
 from flowrl_img.prompts import choose_evenly
 from flowrl_img.rollout import root_keys
-from flowrl_img.run import load_model, load_weights
+from flowrl_img.run_folder import rows_of
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
 from flowrl_img.samplers.steps.ode import ODE
 from flowrl_img.types import PromptSet, Sample
@@ -84,7 +85,7 @@ def base_key(config: Config) -> str:
 
 def last_evaluation(run: Path) -> dict[str, Any]:
     """{before, after} of a run's own first and last held-out evaluation, [mean] by column: enough to choose a trial."""
-    rows = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    rows = rows_of(run, "evaluations.jsonl")
     return {
         label: {column: [value] for column, value in row["means"].items()}
         for label, row in (("before", rows[0]), ("after", rows[-1]))

@@ -13,6 +13,7 @@ import numpy as np
 
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.settings import Cell, cost_of_rollout
+from flowrl_img.run_folder import rows_of
 
 __all__ = ["Curve", "curve_of", "interval", "results", "table", "tuning_table", "write_report"]
 
@@ -44,14 +45,11 @@ def curve_of(run: Path, cost_per_rollout: int, updates_per_rollout: int) -> Curv
     Along a run few pictures are drawn, at its ends many: its points are their gains over the base on the same pictures,
     added to the base on many, and its last is measured on many.
     """
-    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     clock = {0: 0.0} | {
-        row["update"]: sum(s for phase, s in row["seconds"].items() if phase != "evaluation") for row in metrics
+        row["update"]: sum(s for phase, s in row["seconds"].items() if phase != "evaluation")
+        for row in rows_of(run, "metrics.jsonl")
     }
-    points: dict[int, float] = {}
-    for line in (run / "evaluations.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        points[row["update"]] = row["means"]["reward"]
+    points = {row["update"]: row["means"]["reward"] for row in rows_of(run, "evaluations.jsonl")}
     updates, measured = sorted(points), json.loads((run / "measured.json").read_text())
     base, final = (measured[label]["reward"][0] for label in ("before", "after"))
     rewards = [base + points[update] - points[updates[0]] for update in updates]

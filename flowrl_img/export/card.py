@@ -12,9 +12,10 @@ import yaml
 
 from flowrl_img import __version__
 from flowrl_img.config import Config
+from flowrl_img.loading import model_source
 from flowrl_img.plot import Point, plot
 from flowrl_img.prompts import load_prompts
-from flowrl_img.run import model_source
+from flowrl_img.run_folder import rows_of
 from flowrl_img.tables import markdown
 
 __all__ = ["MADE_BY", "licence_of", "write_card"]
@@ -92,7 +93,7 @@ def _head(config: Config, licence: str) -> str:
 
 def _facts(config: Config, run: Path, licence: str) -> str:
     rewards = ", ".join(f"{r.weight:g} x {r.name}" if r.weight != 1 else r.name for r in config.rewards)
-    last = _rows(run / "metrics.jsonl")[-1:]
+    last = rows_of(run, "metrics.jsonl")[-1:]
     weights = config.weights
     stated = "not stated by it where this card was made: look it up" if licence == UNKNOWN else licence
     rows = [
@@ -135,17 +136,13 @@ def _results(config: Config, run: Path) -> str:
 
 def _curve(run: Path, file: Path) -> bool:
     """Plot the training reward and the held-out reward over updates; False where there is nothing to plot."""
-    training = [(row["update"], row["reward"]) for row in _rows(run / "metrics.jsonl") if "reward" in row]
-    held_out = [(row["update"], row["means"]["reward"]) for row in _rows(run / "evaluations.jsonl")]
+    training = [(row["update"], row["reward"]) for row in rows_of(run, "metrics.jsonl") if "reward" in row]
+    held_out = [(row["update"], row["means"]["reward"]) for row in rows_of(run, "evaluations.jsonl")]
     panels = {"training reward": training, "held-out reward": held_out}
     drawn = {name: [Point(x, y, y, y) for x, y in points] for name, points in panels.items() if len(points) > 1}
     if drawn:
         plot("optimizer updates", drawn).save(file)
     return bool(drawn)
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def _loading(config: Config, call: dict[str, Any], formats: dict[str, str]) -> list[str]:

@@ -19,11 +19,11 @@ from flowrl_img.export.comfyui import to_comfyui
 from flowrl_img.export.merge import merge
 from flowrl_img.export.verify import Expected, Job, VerificationError, expect, verify
 from flowrl_img.folders import writable
+from flowrl_img.loading import DTYPES, load_model, load_weights, model_source
 from flowrl_img.lora import read_lora
 from flowrl_img.needs import Needs
 from flowrl_img.plugins import nearest
 from flowrl_img.prompts import load_prompts
-from flowrl_img.run import DTYPES, load_model, load_weights, model_source
 from flowrl_img.sources import LORA_NAME
 from flowrl_img.weights import WeightSets
 

@@ -101,9 +101,9 @@ def tiny_config(tiny_folder: Path, prompt_file: Path, tmp_path: Path) -> Any:
 @pytest.fixture
 def tiny_trainer(tiny_config: Any) -> Any:
     """tiny_trainer(random_lora=..., **sections): a Trainer on the tiny model, with a random adapter unless told."""
+    from flowrl_img.loading import load_model, load_weights
     from flowrl_img.parallel import Processes
     from flowrl_img.parts import assemble
-    from flowrl_img.run import load_model, load_weights
     from flowrl_img.trainer import Trainer
 
     def make(random_lora: bool = True, **sections: Any) -> Trainer:

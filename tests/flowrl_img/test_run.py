@@ -56,6 +56,24 @@ def test_a_run_draws_with_the_tail_and_the_solver_of_its_recipe(tiny_config, tmp
     assert found[0][1] != found[1][1]  # the pictures of the tail
 
 
+def test_the_last_update_is_evaluated_once(tiny_config, tmp_path, monkeypatch):
+    from flowrl_img import run
+
+    drawn = []
+
+    def counted(*arguments, **options):
+        drawn.append(1)
+        return evaluate(*arguments, **options)
+
+    evaluate = run.evaluate
+    monkeypatch.setattr(run, "evaluate", counted)
+    assert code_of(command(tiny_config(evaluation={"every": 2}), tmp_path)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["label"] for row in rows] == ["before", "update 2", "update 4", "after"]
+    assert {**rows[2], "label": "after"} == rows[3]
+    assert len(drawn) == 3
+
+
 def test_the_same_seed_gives_the_same_metrics_file_but_for_times(tiny_config, tmp_path):
     found = []
     for k in range(2):

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from flowrl_img.config import Config
 from flowrl_img.evaluate import evaluate
+from flowrl_img.loading import load_model, load_weights
 from flowrl_img.parallel import Processes
 from flowrl_img.parts import assemble
 from flowrl_img.prompts import choose_evenly
-from flowrl_img.run import load_model, load_weights
 from flowrl_img.trainer import Trainer
 
 
