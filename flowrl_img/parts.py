@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowrl_img import plugins
 from flowrl_img.config import Config
-from flowrl_img.prompts import draw_samples, load_prompts
+from flowrl_img.prompts import check_balance, draw_samples, load_prompts
 from flowrl_img.rewards import known_answers, registry
 from flowrl_img.rewards.mixture import Mixture
 from flowrl_img.rewards.score import Scorer
@@ -76,6 +76,7 @@ def read_inputs(config: Config) -> Inputs:
             except ValueError as error:
                 raise ValueError(f"prompt file {name}: {error}") from error
     try:
+        check_balance(inputs.train, config.prompts.balance)
         draw_samples(inputs.train, 1, 1, config.prompts.balance, config.prompts.shares, seed=0, rollout=0)
     except ValueError as error:
         raise ValueError(f"prompt file {config.prompts.train}: {error}") from error

@@ -16,7 +16,7 @@ from flowrl_img.plugins import nearest
 from flowrl_img.resources import asset
 from flowrl_img.types import PromptSet, Sample
 
-__all__ = ["choose_evenly", "draw_samples", "load_prompts", "spread"]
+__all__ = ["check_balance", "choose_evenly", "draw_samples", "load_prompts", "spread"]
 
 
 def load_prompts(name: str) -> PromptSet:
@@ -87,6 +87,13 @@ def _turns(buckets: Mapping[str, list[int]], balance: str | None, shares: Mappin
         if name not in buckets:
             raise ValueError(f"prompts.shares: no prompt has {balance}={name!r}; {nearest(name, buckets)}")
     return [name for name in sorted(buckets) for _ in range(shares.get(name, 0))]
+
+
+def check_balance(prompts: PromptSet, balance: str | None) -> None:
+    """ValueError for a key that no prompt has. The default, `tag`, may be absent: prompts are then drawn uniformly."""
+    known = {key for row in prompts.metadata for key in row}
+    if balance not in (None, "tag", *known):
+        raise ValueError(f"prompts.balance: no prompt has the key {balance!r}; {nearest(balance, known)}")
 
 
 def _buckets(prompts: PromptSet, balance: str | None) -> dict[str, list[int]]:

@@ -52,8 +52,11 @@ def _measure(journal: Any) -> Any:
 def _kept(cells: list[Any], only: list[str] | None) -> list[Any]:
     """Cells of the algorithms that are named, if any are, and of the rewards that are named, if any are."""
     named = set(only or ())
-    if unknown := named - {c.algorithm for c in cells} - {c.reward for c in cells}:
-        raise typer.BadParameter(f"--only: no algorithm or reward is called {', '.join(sorted(unknown))}")
+    known = {c.algorithm for c in cells} | {c.reward for c in cells}
+    if unknown := named - known:
+        raise typer.BadParameter(
+            f"--only: no run here is of {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}"
+        )
     for field in ("algorithm", "reward"):
         wanted = named & {getattr(c, field) for c in cells}
         cells = [c for c in cells if not wanted or getattr(c, field) in wanted]

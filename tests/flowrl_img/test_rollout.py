@@ -3,10 +3,12 @@ import pytest
 import torch
 from drawing import pictures_of
 
-from flowrl_img.prompts import choose_evenly, draw_samples, load_prompts, spread
+from flowrl_img import recipes
+from flowrl_img.parts import read_inputs
+from flowrl_img.prompts import check_balance, choose_evenly, draw_samples, load_prompts, spread
 from flowrl_img.rollout import roll
 from flowrl_img.samplers.steps.flow_sde import FlowSDE
-from flowrl_img.types import Sample
+from flowrl_img.types import PromptSet, Sample
 
 SAMPLES = [Sample(0, "0/0/0", 0), Sample(0, "0/0/0", 1), Sample(1, "0/1/1", 0), Sample(2, "0/2/2", 0)]
 
@@ -126,6 +128,15 @@ def test_shares_give_the_turns_of_each_task_and_repeat_no_prompt():
 def test_a_share_of_an_unknown_task_names_the_nearest():
     with pytest.raises(ValueError, match="'positon'; did you mean 'position'"):
         draw_samples(load_prompts("pico/train_geneval"), 6, 2, "tag", {"positon": 1}, seed=1, rollout=0)
+
+
+def test_a_balance_key_that_no_prompt_has_is_told_and_the_default_may_be_absent():
+    change = ["prompts.balance=tga"]
+    with pytest.raises(ValueError, match=r"pico/train_geneval: .*no prompt has the key 'tga'; did you mean 'tag'"):
+        read_inputs(recipes.load("pico", change))
+    untagged = PromptSet(("a", "b"), ("a", "b"), ({}, {}))
+    check_balance(untagged, "tag")
+    assert len(draw_samples(untagged, 2, 1, "tag", seed=0, rollout=0)) == 2
 
 
 def test_every_prompt_of_a_task_comes_before_any_comes_again():
