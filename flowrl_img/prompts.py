@@ -92,7 +92,7 @@ def _turns(buckets: Mapping[str, list[int]], balance: str | None, shares: Mappin
 def check_balance(prompts: PromptSet, balance: str | None) -> None:
     """ValueError for a key that no prompt has. The default, `tag`, may be absent: prompts are then drawn uniformly."""
     known = {key for row in prompts.metadata for key in row}
-    if balance not in (None, "tag", *known):
+    if balance is not None and balance != "tag" and balance not in known:
         raise ValueError(f"prompts.balance: no prompt has the key {balance!r}; {nearest(balance, known)}")
 
 

@@ -5,58 +5,16 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from flowrl_img.comparison.curves import Curve, cost_to, curve_of, fewer
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.settings import Cell, cost_of_rollout
-from flowrl_img.run_folder import rows_of
 
-__all__ = ["Curve", "curve_of", "interval", "results", "table", "tuning_table", "write_report"]
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Held-out reward along a run, each [P]: cost so far in network evaluations, seconds of training, reward."""
-
-    cost: Sequence[float]
-    seconds: Sequence[float]
-    reward: Sequence[float]
-
-    def cost_to(self, target: float) -> float | None:
-        """Cost at which the curve, straight between its points, first reaches `target`; None if it does not."""
-        previous = None
-        for cost, reward in zip(self.cost, self.reward, strict=True):
-            if reward >= target:
-                if previous is None or reward == previous[1]:
-                    return cost
-                share = (target - previous[1]) / (reward - previous[1])
-                return previous[0] + share * (cost - previous[0])
-            previous = (cost, reward)
-        return None
-
-
-def curve_of(run: Path, cost_per_rollout: int, updates_per_rollout: int) -> Curve:
-    """From the run's evaluations.jsonl and metrics.jsonl. Seconds leave held-out evaluation out.
-
-    Along a run few pictures are drawn, at its ends many: its points are their gains over the base on the same pictures,
-    added to the base on many, and its last is measured on many.
-    """
-    clock = {0: 0.0} | {
-        row["update"]: sum(s for phase, s in row["seconds"].items() if phase != "evaluation")
-        for row in rows_of(run, "metrics.jsonl")
-    }
-    points = {row["update"]: row["means"]["reward"] for row in rows_of(run, "evaluations.jsonl")}
-    updates, measured = sorted(points), json.loads((run / "measured.json").read_text())
-    base, final = (measured[label]["reward"][0] for label in ("before", "after"))
-    rewards = [base + points[update] - points[updates[0]] for update in updates]
-    return Curve(
-        [update / updates_per_rollout * cost_per_rollout for update in updates], [clock[update] for update in updates],
-        [*rewards[:-1], final],
-    )  # fmt: skip
+__all__ = ["interval", "results", "table", "tuning_table", "write_report"]
 
 
 def interval(values: Sequence[float]) -> list[float] | None:
@@ -79,6 +37,7 @@ def results(journal: Journal) -> dict[str, Any]:
     for reward, what in settings.rewards.items():
         names = what.algorithms or tuple(settings.algorithms)
         curves = {name: _curves(journal, reward, name, what.seeds) for name in names}
+        against = list(curves.get(settings.reference, {}).values())
         rows = {}
         for name in names:
             cells = [Cell(reward, name, seed) for seed in what.seeds if journal.done(Cell(reward, name, seed))]
@@ -88,10 +47,8 @@ def results(journal: Journal) -> dict[str, Any]:
                 "cells": {str(cell.seed): m for cell, m in zip(cells, measured, strict=True)},
                 "curves": {str(seed): vars(curve) for seed, curve in curves[name].items()},
                 "summary": _summary(measured),
-                "cost_to": {str(t): _reached(curves[name], t) for t in what.targets},
-                "fewer": fewer(curves.get(settings.reference, {}), curves[name])
-                if name != settings.reference
-                else None,
+                "cost_to": {str(t): cost_to(list(curves[name].values()), t) for t in what.targets},
+                "fewer": None if name == settings.reference else fewer(against, list(curves[name].values())),
                 "seconds": interval([curve.seconds[-1] for curve in curves[name].values()]),
             }
         found[reward] = rows
@@ -124,32 +81,6 @@ def _summary(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return found | {"kl": interval([m["kl"] for m in measured])}
 
 
-def _reached(curves: dict[int, Curve], target: float) -> dict[str, Any]:
-    costs = [cost for curve in curves.values() if (cost := curve.cost_to(target)) is not None]
-    return {"runs": len(curves), "reached": len(costs), "cost": interval(costs) if len(costs) == len(curves) else None}
-
-
-def fewer(reference: dict[int, Curve], curves: dict[int, Curve]) -> dict[str, Any]:
-    """How many times fewer evaluations than the reference to the reference's final reward, seed by seed.
-
-    [geometric mean, low, high] of (cost of the reference to get there) / (cost of this one); None where a run that both
-    have did not get there.
-    """
-    shared = sorted(set(reference) & set(curves))
-    ratios = []
-    for seed in shared:
-        target = reference[seed].reward[-1]
-        ours, theirs = curves[seed].cost_to(target), reference[seed].cost_to(target)
-        if ours is not None and theirs is not None and ours > 0:
-            ratios.append(math.log(theirs / ours))
-    whole = interval(ratios) if ratios and len(ratios) == len(shared) else None
-    return {
-        "runs": len(shared),
-        "reached": len(ratios),
-        "ratio": None if whole is None else [math.exp(x) for x in whole],
-    }
-
-
 COLUMNS = (
     ("gain of reward", lambda row: row["summary"].get("gain reward")),
     ("gain of strict", lambda row: row["summary"].get("gain strict") or row["summary"].get("gain geneval/strict")),
@@ -157,7 +88,7 @@ COLUMNS = (
     ("diversity", lambda row: row["summary"].get("after diversity")),
     ("KL to base", lambda row: row["summary"].get("kl")),
     ("seconds", lambda row: row["seconds"]),
-    ("times fewer evaluations", lambda row: (row["fewer"] or {}).get("ratio")),
+    ("times fewer evaluations", lambda row: row["fewer"]),
 )
 
 
@@ -169,7 +100,7 @@ def table(found: dict[str, Any], reward: str) -> str:
     lines = [f"| {' | '.join(titles)} |", f"|{'---|' * len(titles)}"]
     for name, row in rows.items():
         cells = [_cell(read(row)) for _, read in COLUMNS]
-        cells += [_cell(row["cost_to"][t]["cost"]) for t in targets]
+        cells += [_cell(row["cost_to"][t]) for t in targets]
         lines.append(f"| {' | '.join([name, str(len(row['seeds'])), *cells])} |")
     return "\n".join(lines)
 
@@ -178,12 +109,14 @@ def _cell(triple: Sequence[float] | None) -> str:
     if triple is None or not math.isfinite(triple[0]):
         return ""
     mean, low, high = triple
-    if not (math.isfinite(low) and math.isfinite(high)):
+    if math.isnan(low):
         return _number(mean)
     return f"{_number(mean)} [{_number(low)}, {_number(high)}]"
 
 
 def _number(x: float) -> str:
+    if math.isinf(x):
+        return "not reached"
     return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" if abs(x) < 0.01 or abs(x) >= 10 else f"{x:.3f}"
 
 
@@ -222,11 +155,13 @@ HEAD = """\
 `{command}`
 
 Every run has {budget:,} network evaluations, a forward pass counted as 1 and a backward pass as 2; held-out evaluation
-is not counted. Means and 95 % intervals over seeds (Student's t), of a single run over prompts (bootstrap). Times fewer
-evaluations: to the final held-out reward of {reference}, seed by seed, geometric mean. KL to base: nats per latent
-element along the tuned model's path. Diversity: mean distance of two pictures of a prompt in the judge's embedding. An
-empty cell: not run, or not reached by every seed. Raw files of every run are beside this page, those of the tuning
-trials too: short runs on the tuning split, judged by the held-out reward at their end.
+is not counted. Means and 95 % intervals over seeds (Student's t), of a single run over prompts (bootstrap). Evaluations
+to a held-out reward: until the mean curve of the seeds reaches it. Times fewer evaluations: to the mean final reward of
+{reference}, in place of its own. The intervals of both come from drawing seeds again, too narrow for few seeds; 0
+times: not reached within the budget. KL to base: nats per latent element along the tuned model's path. Diversity: mean
+distance of two pictures of a prompt in the judge's embedding. Seconds: of training, on a machine with other work. An
+empty cell: not run, or not reached. Raw files of every run are beside this page, those of the tuning trials too: short
+runs on the tuning split, judged by the held-out reward at their end.
 """
 
 

@@ -7,9 +7,10 @@ import pytest
 import yaml
 
 from flowrl_img import recipes
+from flowrl_img.comparison.curves import Curve, cost_to, curve_of, fewer, mean_curve
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.measure import last_evaluation
-from flowrl_img.comparison.report import Curve, curve_of, fewer, interval, results, table, write_report
+from flowrl_img.comparison.report import interval, results, table, write_report
 from flowrl_img.comparison.settings import Cell, cost_of_rollout, load_settings
 from flowrl_img.config import Config
 from flowrl_img.resources import assets
@@ -209,14 +210,36 @@ def test_an_interval_is_students():
     assert math.isnan(interval([1.0])[1])
 
 
-def test_times_fewer_evaluations_are_counted_seed_by_seed_to_the_final_reward_of_the_reference():
-    reference = {s: Curve([0, 100, 200], [0, 1, 2], [0.4, 0.5, 0.6]) for s in (0, 1)}
-    fast = {s: Curve([0, 10 * (s + 1), 200], [0, 1, 2], [0.4, 0.6, 0.9]) for s in (0, 1)}
-    found = fewer(reference, fast)
-    assert found["ratio"][0] == pytest.approx(math.sqrt(20 * 10))
-    assert (found["runs"], found["reached"]) == (2, 2)
-    slow = {**fast, 1: Curve([0, 200], [0, 2], [0.4, 0.5])}
-    assert fewer(reference, slow) == {"runs": 2, "reached": 1, "ratio": None}
+def test_a_cost_is_that_of_the_mean_of_runs_with_an_interval_over_runs_drawn_again():
+    runs = [Curve([0, 100, 200], [0, 1, 2], [0.4, 0.4 + gain, 0.4 + 2 * gain]) for gain in (0.1, 0.2, 0.3)]
+    assert mean_curve(runs).reward == pytest.approx([0.4, 0.6, 0.8])
+    cost, low, high = cost_to(runs, 0.7)
+    assert cost == pytest.approx(150)
+    assert low == pytest.approx(100)  # the fastest three times
+    assert high == math.inf  # the slowest three times, up to 0.6
+    assert cost_to(runs, 0.9) is None
+    assert cost_to([], 0.5) is None
+    alone = cost_to(runs[:1], 0.5)
+    assert alone[0] == pytest.approx(100) and math.isnan(alone[1])
+
+
+def test_runs_of_different_length_have_no_mean():
+    with pytest.raises(ValueError, match="evaluated at different costs"):
+        mean_curve([Curve([0, 100], [0, 1], [0.4, 0.5]), Curve([0, 50], [0, 1], [0.4, 0.5])])
+
+
+def test_times_fewer_evaluations_are_counted_to_the_mean_final_reward_of_the_reference():
+    reference = [Curve([0, 100, 200], [0, 1, 2], [0.4, 0.5, final]) for final in (0.55, 0.65)]
+    fast = [Curve([0, 10, 200], [0, 1, 2], [0.4, 0.6, 0.9])] * 2
+    ratio, low, high = fewer(reference, fast)
+    assert ratio == pytest.approx(200 / 10)
+    assert low < ratio < high
+    assert low == pytest.approx(200 / (10 + 190 * 0.05 / 0.3))  # against the better reference twice
+    slow = [Curve([0, 200], [0, 2], [0.4, 0.5])]
+    assert fewer(reference, slow)[0] == 0
+    assert fewer(reference, []) is None and fewer([], fast) is None
+    same = fewer(reference, reference)
+    assert same[0] == 1 and same[1] <= 1 <= same[2]
 
 
 def test_a_report_has_empty_places_for_what_is_missing_and_a_picture_of_what_is_there(journal, tmp_path):
@@ -235,7 +258,7 @@ def test_a_report_has_empty_places_for_what_is_missing_and_a_picture_of_what_is_
     assert rows["flow_grpo"][1] == "0.100 [0.050, 0.150]"  # of one seed, over prompts
     assert rows["nft"][0] == "2"
     assert rows["nft"][1].startswith("0.210 [")
-    assert rows["nft"][-1] == ""  # one of two runs reached 0.9
+    assert rows["nft"][-1] == ""  # the mean of the runs does not get there
     assert rows["nft"][-2] != ""
     assert "| nft | 1 |  | `objective.beta=0.1` |" in page
     assert rows["nft"][7] != ""
