@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from flowrl_img.comparison.curves import Curve, cost_to, curve_of, fewer
+from flowrl_img.comparison.curves import Curve, cost_to, curve_of, fewer, mean_curve
 from flowrl_img.comparison.journal import Journal
 from flowrl_img.comparison.settings import Cell, cost_of_rollout
 
@@ -121,10 +121,10 @@ def _number(x: float) -> str:
 
 
 def write_report(journal: Journal, out: Path, command: str) -> None:
-    """results.json, README.md and, where there are curves, one picture a reward, into `out`."""
+    """results.json (null: no number, or not reached), README.md, and a picture of each reward that has curves."""
     found = results(journal)
     out.mkdir(parents=True, exist_ok=True)
-    (out / "results.json").write_text(json.dumps(found, indent=1, allow_nan=True))
+    (out / "results.json").write_text(json.dumps(_plain(found), indent=1, allow_nan=False))
     parts = [HEAD.format(budget=journal.settings.budget, command=command, reference=journal.settings.reference)]
     for reward in found:
         parts.append(f"## {reward}\n\n{table(found, reward)}\n")
@@ -133,6 +133,15 @@ def write_report(journal: Journal, out: Path, command: str) -> None:
             parts.append(f"![held-out reward on {reward}]({reward}.png)\n")
     parts.append(f"## tuning\n\n{tuning_table(journal)}\n")
     (out / "README.md").write_text("\n".join(parts))
+
+
+def _plain(found: Any) -> Any:
+    """JSON has no NaN and no infinity."""
+    if isinstance(found, dict):
+        return {key: _plain(value) for key, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_plain(value) for value in found]
+    return None if isinstance(found, float) and not math.isfinite(found) else found
 
 
 def tuning_table(journal: Journal) -> str:
@@ -166,7 +175,7 @@ runs on the tuning split, judged by the held-out reward at their end.
 
 
 def _plot(rows: dict[str, Any], file: Path) -> None:
-    """Held-out reward against evaluations and against seconds, one line a run."""
+    """Held-out reward against evaluations and against seconds, thin a run, bold the mean of an algorithm's runs."""
     from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -177,10 +186,12 @@ def _plot(rows: dict[str, Any], file: Path) -> None:
     axes = figure.subplots(1, 2, sharey=True)
     for axis, key, label in ((axes[0], "cost", "network evaluations"), (axes[1], "seconds", "seconds of training")):
         for k, (name, row) in enumerate(rows.items()):
-            for j, curve in enumerate(row["curves"].values()):
-                axis.plot(
-                    curve[key], curve["reward"], color=colors(k), label=name if j == 0 else None, lw=1.2, marker="."
-                )
+            curves = [Curve(**curve) for curve in row["curves"].values()]
+            for curve in curves:
+                axis.plot(getattr(curve, key), curve.reward, color=colors(k), lw=0.7, alpha=0.4)
+            if curves:
+                mean = mean_curve(curves)
+                axis.plot(getattr(mean, key), mean.reward, color=colors(k), label=name, lw=2, marker=".")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("held-out reward")
