@@ -21,7 +21,7 @@ from flowrl_img.parts import RunParts, assemble, read_inputs
 from flowrl_img.prompts import choose_evenly, load_prompts, spread
 from flowrl_img.report import before_after_sheet, summary, time_split
 from flowrl_img.rewards.score import InvalidScoreError
-from flowrl_img.run_folder import append, open_folder, release, writing
+from flowrl_img.run_folder import append, open_folder, release, rows_of, writing
 from flowrl_img.tracking import open_tracker
 from flowrl_img.trainer import Trainer, Update
 from flowrl_img.types import Sample
@@ -118,7 +118,7 @@ class _Run:
             trainer = self._trainer(model, weights)
             if self.config.run.resume:
                 load_checkpoint(Path(self.config.run.resume), trainer)
-            self._evaluate(trainer, "before", "reference")
+            self._evaluate(trainer, "before", "reference", update=0)
             self._updates(trainer)
         except KeyboardInterrupt:
             self.live.say("interrupted: keeping what was trained so far")
@@ -138,6 +138,8 @@ class _Run:
     def _updates(self, trainer: Trainer) -> None:
         every, save_every = self.config.evaluation.every, self.config.run.save_every
         due = False
+        if self._left_unevaluated(trainer.update):
+            self._evaluate(trainer, f"update {trainer.update}", self._tuned(trainer))
         for update in trainer.run():
             self._log(update)
             self.live.update(update)
@@ -148,6 +150,14 @@ class _Run:
                 due = False
             if every and update.update % every == 0:
                 self._evaluate(trainer, f"update {update.update}", self._tuned(trainer))
+
+    def _left_unevaluated(self, update: int) -> bool:
+        """Whether the run was stopped between the checkpoint of `update` and the evaluation that was due there."""
+        every = self.config.evaluation.every
+        if not (every and update and update % every == 0):
+            return False
+        known = {row["update"] for row in rows_of(self.folder, "evaluations.jsonl")}
+        return self.processes.gather(update not in known)[0]
 
     @staticmethod
     def _tuned(trainer: Trainer) -> str:
@@ -169,7 +179,8 @@ class _Run:
             append(self.folder, name, row)
             self.tracker.log(name, row)
 
-    def _evaluate(self, trainer: Trainer, label: str, weight_set: str) -> None:
+    def _evaluate(self, trainer: Trainer, label: str, weight_set: str, update: int | None = None) -> None:
+        """Evaluate one of the weight sets; update: which one's row it is, if not that of the trainer."""
         config = self.config.evaluation
         samples = choose_evenly(self.parts.held_out, config.pictures, self.config.prompts.balance)
         samples = _spread_first(samples, config.sheet)
@@ -183,21 +194,20 @@ class _Run:
                 report=self.parts.report, progress=lambda n: self.live.phase(f"evaluating {label}", n, mine),
             )  # fmt: skip
         trainer.clock["evaluation"] += time.monotonic() - began
-        self._record(trainer, label, found)
+        self._record(label, trainer.update if update is None else update, found)
 
-    def _record(self, trainer: Trainer, label: str, found: Evaluation) -> None:
+    def _record(self, label: str, update: int, found: Evaluation) -> None:
         self.evaluations[label] = found
-        means = {column: found.mean(column) for column in found.columns}
-        self._append(
-            "evaluations.jsonl",
-            {
-                "label": label,
-                "update": trainer.update,
-                "means": means,
-                "by_task": found.by_tag("reward"),
-                "failed": found.failed,
-            },
-        )
+        row = {
+            "label": label,
+            "update": update,
+            "means": {column: found.mean(column) for column in found.columns},
+            "by_task": found.by_tag("reward"),
+            "failed": found.failed,
+        }
+        # A run that goes on in its own folder draws the base again, for the sheet: its row is there.
+        if label != "before" or all(r["label"] != label for r in rows_of(self.folder, "evaluations.jsonl")):
+            self._append("evaluations.jsonl", row)
         self.live.say(f"held-out {label}: reward {level(found).value:.4f} ({len(found.samples)} pictures)")
 
     def _save(self, trainer: Trainer) -> None:
@@ -212,7 +222,7 @@ class _Run:
         if evaluated:
             # The last update may just have been evaluated in its turn.
             if (same := self.evaluations.get(f"update {trainer.update}")) is not None:
-                self._record(trainer, "after", same)
+                self._record("after", trainer.update, same)
             else:
                 self._evaluate(trainer, "after", self._tuned(trainer))
             before, after = self.evaluations["before"], self.evaluations["after"]

@@ -243,6 +243,20 @@ def test_resuming_in_the_same_folder_trains_again_what_came_after_the_checkpoint
     assert [row | {"seconds": 0} for row in rows] == [row | {"seconds": 0} for row in whole]
 
 
+def test_resuming_in_the_same_folder_gives_the_held_out_curve_of_a_run_that_was_not_stopped(tiny_config, tmp_path):
+    from flowrl_img.run_folder import rows_of
+
+    run, settings = tmp_path / "run", {"rollouts": 2, "save_every": 2}
+    assert code_of(command(tiny_config(run=settings, evaluation={"every": 2}), tmp_path)) == 0
+    whole = rows_of(run, "evaluations.jsonl")
+    assert [(row["label"], row["update"]) for row in whole][:2] == [("before", 0), ("update 2", 2)]
+    # As if stopped between the checkpoint and the evaluation that was due there.
+    (run / "evaluations.jsonl").write_text(json.dumps(whole[0]) + "\n")
+    resumed = tiny_config(run=settings | {"resume": str(run / "checkpoint-000002")}, evaluation={"every": 2})
+    assert code_of(command(resumed, tmp_path)) == 0
+    assert rows_of(run, "evaluations.jsonl") == whole
+
+
 def test_resuming_does_not_write_into_the_folder_of_another_run(tiny_config, tmp_path, capsys):
     for name in ("a", "b"):
         assert code_of(command(tiny_config(run={"rollouts": 1, "folder": str(tmp_path / name)}), tmp_path)) == 0
