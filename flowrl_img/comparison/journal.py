@@ -1,4 +1,4 @@
-"""The journal of a comparison: one folder for each run, complete or thrown away, so that a stopped comparison goes on.
+"""The journal of a comparison: one folder for each run, so that a stopped comparison goes on.
 
 FOLDER/<reward>/<algorithm>/<seed|trial>/
     config.yaml  metrics.jsonl  evaluations.jsonl  ...   the run's own files; of its checkpoints the last
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flowrl_img import recipes
+from flowrl_img.checkpoint import latest
 from flowrl_img.comparison.settings import Cell, Settings
 from flowrl_img.config import Config
 
@@ -53,7 +54,7 @@ class Journal:
     def run(self, cell: Cell, measure: Measure, train: Run | None = None) -> Mapping[str, Any] | None:
         """Train and measure unless it is done; None while another process is at it, so several share the work.
 
-        What an interrupted attempt left is thrown away.
+        An interrupted attempt goes on from its last checkpoint, or is thrown away if it has none or was another run.
         """
         place = self.place(cell)
         with _claimed(place) as ours:
@@ -64,10 +65,13 @@ class Journal:
         return json.loads((place / "measured.json").read_text())
 
     def _run(self, cell: Cell, measure: Measure, train: Run) -> None:
-        place = self.place(cell)
-        shutil.rmtree(place, ignore_errors=True)
+        place, config = self.place(cell), self.config(cell)
+        if _left_off(place, config):
+            config = config.model_copy(update={"run": config.run.model_copy(update={"resume": str(place)})})
+        else:
+            shutil.rmtree(place, ignore_errors=True)
         recipe = place.with_suffix(".yaml")
-        recipe.write_text(recipes.to_yaml(self.config(cell)))
+        recipe.write_text(recipes.to_yaml(config))
         train(recipe)
         found = dict(measure(place))
         for checkpoint in sorted(place.glob("checkpoint-*"))[:-1]:
@@ -111,6 +115,16 @@ class Journal:
         """Chosen trials by algorithm; empty before tuning."""
         file = self.folder / "tuned.json"
         return {name: row["chosen"] for name, row in json.loads(file.read_text()).items()} if file.is_file() else {}
+
+
+def _left_off(place: Path, config: Config) -> bool:
+    """Whether `place` has a checkpoint of the run of `config` to go on from."""
+    try:
+        latest(place)
+        began = recipes.load(str(place / "config.yaml"), ["run.resume=null"])
+    except (OSError, ValueError):
+        return False
+    return began == config
 
 
 @contextmanager

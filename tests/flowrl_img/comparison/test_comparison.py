@@ -152,6 +152,31 @@ def test_a_finished_cell_is_not_run_again_and_an_interrupted_one_starts_afresh(j
     assert kept == {"config.yaml", "metrics.jsonl", "evaluations.jsonl", "measured.json", "checkpoint-000002"}
 
 
+def test_an_interrupted_cell_goes_on_from_its_checkpoint_if_it_was_the_same_run(journal):
+    cell, resumed = Cell("geneval", "nft", 0), []
+
+    def interrupted(recipe):
+        config = recipes.load(str(recipe))
+        resumed.append(config.run.resume)
+        place = journal.place(cell)
+        (place / "checkpoint-000001").mkdir(parents=True, exist_ok=True)
+        (place / "checkpoint-000001" / "manifest.json").write_text("{}")
+        (place / "config.yaml").write_text(recipes.to_yaml(config))
+        raise KeyboardInterrupt
+
+    def attempt():
+        with pytest.raises(KeyboardInterrupt):
+            journal.run(cell, measured(0.2), interrupted)
+
+    attempt()
+    attempt()
+    attempt()
+    journal.settings = journal.settings.model_copy(update={"pictures": 8})
+    attempt()
+    here = str(journal.place(cell))
+    assert resumed == [None, here, here, None]
+
+
 def test_two_processes_do_not_run_the_same_cell(journal):
     cell, inner = Cell("geneval", "nft", 0), []
     train = pretend([0.4, 0.6])
