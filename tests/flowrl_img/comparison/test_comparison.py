@@ -281,6 +281,7 @@ def test_a_report_has_empty_places_for_what_is_missing_and_a_picture_of_what_is_
     }
     assert rows["flow_grpo"][0] == "1"
     assert rows["flow_grpo"][1] == "0.100 [0.050, 0.150]"  # of one seed, over prompts
+    assert rows["flow_grpo"][2] == "0.050 [0, 0.100]"  # wholly right pictures
     assert rows["nft"][0] == "2"
     assert rows["nft"][1].startswith("0.210 [")
     assert rows["nft"][-1] == ""  # the mean of the runs does not get there
