@@ -169,10 +169,10 @@ is not counted. Means and 95 % intervals over seeds (Student's t), of a single r
 to a held-out reward: until the mean curve of the seeds reaches it. Times fewer evaluations: to the mean final reward of
 {reference}, in place of its own. The intervals of both come from drawing seeds again, too narrow for few seeds; 0
 times: not reached within the budget. KL to base: nats per latent element along the tuned model's path. Diversity: mean
-distance of two pictures of a prompt in the judge's embedding. Wholly right: the share of pictures of which GenEval finds
-everything (strict), or of which every letter is read (exact). Seconds: of training, on a machine with other work. An
-empty cell: not run, or not reached. Raw files of every run are beside this page, those of the tuning trials too: short
-runs on the tuning split, judged by the held-out reward at their end.
+distance of two pictures of a prompt in the judge's embedding. Wholly right: the share of pictures of which GenEval
+finds everything (strict), or of which every letter is read (exact). Seconds: of training, on a machine with other work.
+An empty cell: not run, or not reached. Raw files of every run are beside this page, those of the tuning trials too:
+short runs on the tuning split, judged by the held-out reward at their end.
 """
 
 
