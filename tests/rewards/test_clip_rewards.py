@@ -60,7 +60,7 @@ def logits(prompts: list[str], dtype: torch.dtype = torch.float32, padding: str 
 @pytest.mark.parametrize("padding", ["longest", "max_length"])
 def test_pickscore_is_clips_own_logit_over_26_whatever_the_padding(padding: str) -> None:
     expected = logits(PROMPTS, padding=padding).diagonal() / 26
-    torch.testing.assert_close(ask(pickscore(), images(), PROMPTS).values, expected, rtol=0, atol=2e-7)
+    torch.testing.assert_close(ask(pickscore(), images(), PROMPTS).values, expected, rtol=0, atol=1e-6)
 
 
 def test_a_checkpoint_in_bf16_is_scored_in_fp32() -> None:
@@ -68,7 +68,7 @@ def test_a_checkpoint_in_bf16_is_scored_in_fp32() -> None:
     values = ask(reward, images(), PROMPTS).values
     assert {p.dtype for p in reward._clip.network.parameters()} == {torch.float32}
     # The weights rounded to bf16, all else in fp32. In bf16 arithmetic scores would move by 5e-3 and more.
-    torch.testing.assert_close(values, logits(PROMPTS, torch.bfloat16).diagonal() / 26, rtol=0, atol=2e-7)
+    torch.testing.assert_close(values, logits(PROMPTS, torch.bfloat16).diagonal() / 26, rtol=0, atol=1e-6)
 
 
 def test_a_pair_is_scored_with_its_own_prompt() -> None:
@@ -76,7 +76,7 @@ def test_a_pair_is_scored_with_its_own_prompt() -> None:
     crossed = ask(pickscore(), images(), PROMPTS[::-1]).values
     assert (straight - crossed).abs().min() > 1e-4
     table = logits(PROMPTS) / 26
-    torch.testing.assert_close(crossed, table.flip(1).diagonal(), rtol=0, atol=4e-7)  # values above 1: 3 units
+    torch.testing.assert_close(crossed, table.flip(1).diagonal(), rtol=0, atol=1e-6)  # values above 1: 8 units
 
 
 def test_long_prompts_are_counted_and_told_once() -> None:
@@ -128,7 +128,7 @@ def test_gradients_flow_after_a_first_use_in_inference_mode() -> None:
 
 def test_clipscore_variants_are_functions_of_one_cosine() -> None:
     cos = ask(clipscore(), images(), PROMPTS).values
-    torch.testing.assert_close(cos, logits(PROMPTS).diagonal() / torch.tensor(4.6052).exp(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(cos, logits(PROMPTS).diagonal() / torch.tensor(4.6052).exp(), rtol=0, atol=1e-6)
     assert (cos < 0).any() and (cos > 0).any()
     sign = clipscore(variant="torchmetrics")
     torch.testing.assert_close(ask(sign, images(), PROMPTS).values, 100 * cos.clamp(min=0), rtol=1e-6, atol=1e-5)
