@@ -4,7 +4,9 @@
 
 on rows of positive advantage; the others are not drawn. What the pictures are compared by decides nothing but which is
 best, so this is the baseline that any use of the advantages has to beat. A group without spread has no best picture and
-is left out. Source: rejection-sampling fine-tuning, the `sft` baseline of published Flow-GRPO code (arXiv 2505.05470).
+is left out. A network with guidance folded in (FLUX.1-dev, the embedded model) loses it, as the velocity of its
+pictures has none: there use an objective whose advantages have mean zero. Source: rejection-sampling fine-tuning, the
+`sft` baseline of published Flow-GRPO code (arXiv 2505.05470).
 """
 
 from __future__ import annotations
