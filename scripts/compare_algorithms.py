@@ -92,7 +92,9 @@ def report(folder: Folder = FOLDER, settings: Settings = SETTINGS) -> None:
     """Write results.json, README.md and the curves into the journal's folder."""
     from flowrl_img.comparison.report import write_report
 
-    write_report(_journal(folder, settings), folder, "python scripts/compare_algorithms.py all")
+    elsewhere = (folder, settings) != (FOLDER, SETTINGS)
+    options = f" --settings {settings} --folder {folder}" if elsewhere else ""
+    write_report(_journal(folder, settings), folder, f"python scripts/compare_algorithms.py all{options}")
     print(folder / "README.md")
 
 

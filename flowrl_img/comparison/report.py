@@ -132,7 +132,8 @@ def write_report(journal: Journal, out: Path, command: str) -> None:
         if any(row["curves"] for row in found[reward].values()):
             _plot(found[reward], out / f"{reward}.png")
             parts.append(f"![held-out reward on {reward}]({reward}.png)\n")
-    parts.append(f"## tuning\n\n{tuning_table(journal)}\n")
+    if any(len(algorithm.trials) > 1 for algorithm in journal.settings.algorithms.values()):
+        parts.append(f"## tuning\n\n{tuning_table(journal)}\n")
     (out / "README.md").write_text("\n".join(parts))
 
 
